@@ -1,0 +1,3 @@
+"""brim: a GPU-memory-aware scheduler for Celery."""
+
+__version__ = "0.1.0"

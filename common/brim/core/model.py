@@ -1,0 +1,142 @@
+"""The values that every part of brim speaks in: demands, devices, reasons and task states.
+
+Amounts of memory are whole MiB and times are seconds since the epoch by the Redis server's clock,
+unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Attributes = Mapping[str, float | int | str | bool]
+
+
+class State(StrEnum):
+    """Where a task is on its way; `TERMINAL` names the states that it never leaves by itself."""
+
+    SCHEDULED = "scheduled"
+    """Admitted, its eta lies ahead."""
+    WAITING = "waiting"
+    """In overflow (level 1): admitted, nothing can take it now."""
+    PLACED = "placed"
+    """Memory and an executor are reserved; its message is on the way to the device's queue."""
+    CLAIMED = "claimed"
+    """The device's worker holds the message (start claim granted)."""
+    RUNNING = "running"
+    """Bound to an executor process."""
+    FINISHING = "finishing"
+    """The user's function is over (finish claim granted); callbacks and result are under way."""
+    HANDED_OVER = "handed_over"
+    """Retried or replaced; the next identity of the same task id is awaited at intake."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD = "dead"
+    """Dead-lettered by brim: not understood, never fitting, or lost too often."""
+
+
+TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED, State.EXPIRED, State.DEAD})
+LIVE = frozenset({State.PLACED, State.CLAIMED, State.RUNNING, State.FINISHING})
+"""States in which an attempt holds a reservation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something was refused, waits or failed: a stable code and a sentence for a person."""
+
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one task asks for (requirement A2); the same for every task of one overflow lane.
+
+    ``vram_mib`` is per GPU. ``cpus`` and ``ram_mib`` are host resources, 0 when not declared.
+    Empty ``gpu_models`` and ``labels`` constrain nothing.
+    """
+
+    vram_mib: int
+    gpus: int = 1
+    cpus: float = 0.0
+    ram_mib: int = 0
+    gpu_models: tuple[str, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One entry of the availability table (requirement A3), as placement sees it.
+
+    ``committed_mib`` is Σ over processes max(reserved, measured) plus what is reserved for attempts
+    that are not bound to a process yet. ``busy`` counts attempts that hold an executor.
+    ``reclaimable_mib`` is the leftover of idle executors, which comes back if they are replaced.
+    ``tasks`` is the digest of the task names that the device's worker has registered.
+    """
+
+    uuid: str
+    node: str
+    index: int
+    model: str
+    total_mib: int
+    headroom_mib: int
+    external_mib: int
+    committed_mib: int
+    executors: int
+    busy: int
+    reclaimable_mib: int = 0
+    tasks: str = ""
+    state: str = "up"
+    """``up``, ``draining``, ``lost`` or ``quarantined``; only ``up`` devices take work."""
+
+    @property
+    def available_mib(self) -> int:
+        """What may still be given away; negative when external use has grown into it."""
+        return self.total_mib - self.headroom_mib - self.external_mib - self.committed_mib
+
+    @property
+    def queue(self) -> str:
+        """The Celery queue of this device's worker."""
+        return f"gpu.{self.node}.{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A worker server: its labels and the host resources that tasks may declare."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    cpus: float = 0.0
+    ram_mib: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which run of a task id a message is (DESIGN, "Identity of a message"); ordered by ``rank``."""
+
+    task_id: str
+    nesting: int
+    retries: int
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """(replaced_task_nesting, retries): a higher rank of the same id is a new run."""
+        return (self.nesting, self.retries)
+
+
+def canonical(value: Any) -> Any:
+    """A JSON-ready copy of a dataclass value with tuples as lists, for stable digests and storage."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: canonical(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {str(key): canonical(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [canonical(item) for item in value]
+    return value

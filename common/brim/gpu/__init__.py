@@ -1,0 +1,1 @@
+"""Devices and their memory: the probe protocol, NVML, and simulated devices."""

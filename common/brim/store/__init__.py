@@ -1,0 +1,1 @@
+"""Redis: brim's state and its transitions, each one Lua script."""

@@ -1,0 +1,1 @@
+"""brim's processes: thin entry points over the library."""
