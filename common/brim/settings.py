@@ -1,0 +1,312 @@
+"""brim's settings: `configs/brim.toml`, overridden by environment variables such as ``BRIM_REDIS__URL``.
+
+Every field says its unit and its default; `configs/brim.toml` repeats them all and a test keeps the two in
+step. Durations end in ``_s`` (seconds), memory in ``_mib``. Errors name the file or the variable, the field
+and the reason, and never repeat a value, since a URL may hold a password.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+DEFAULT_FILE = Path("configs/brim.toml")
+"""Read if it exists and ``BRIM_CONFIG`` names no other file."""
+
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong in the settings: where it was written, which field, and why."""
+
+    source: str
+    field: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.source, self.field, self.reason) if part)
+
+
+class ConfigurationError(ValueError):
+    """The settings cannot be used; ``problems`` lists everything that is wrong with them."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+
+
+class Section(BaseModel):
+    """A table of the settings file; unknown fields are refused, so that a typing error is not ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _redis_url(url: str) -> str:
+    scheme = urlsplit(url).scheme
+    if scheme not in REDIS_SCHEMES:
+        known = ", ".join(f"{name}://" for name in REDIS_SCHEMES)
+        raise ValueError(f"{scheme or 'no'} scheme is not supported: brim needs Redis or Valkey by {known}")
+    return url
+
+
+class Redis(Section):
+    """The database that Celery's broker and brim share: one script must be able to reserve and push."""
+
+    url: str = Field("redis://127.0.0.1:6379/0", description="address of the broker's own database")
+    prefix: str = Field("brim:", min_length=1, description="begins every key of brim's")
+    socket_timeout_s: float = Field(10.0, gt=0, description="longest wait for an answer, in seconds")
+    socket_connect_timeout_s: float = Field(
+        3.0, gt=0, description="longest wait for a connection, in seconds"
+    )
+
+    _check_url = field_validator("url")(_redis_url)
+
+
+class Broker(Section):
+    """Celery's ``broker_transport_options`` where they shape keys; they must equal the producers' app's."""
+
+    global_keyprefix: str = Field("", description="prefix of all of Celery's keys, and so of brim's")
+    sep: str = Field(
+        "\x06\x16", min_length=1, description="stands between a queue's name and its priority step"
+    )
+    priority_steps: tuple[int, ...] = Field(
+        (0, 3, 6, 9),
+        min_length=1,
+        description="priorities that have a list of their own, 0 is the most urgent",
+    )
+    intake_queue: str = Field(
+        "brim.intake", min_length=1, description="queue that producers' tasks arrive in"
+    )
+
+    @field_validator("priority_steps")
+    @classmethod
+    def _ascending(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        if list(steps) != sorted(set(steps)) or steps[0] < 0:
+            raise ValueError("priorities must be 0 or more, ascending and different")
+        return steps
+
+
+class Results(Section):
+    """Where brim writes the answers that it gives itself: the producers' own result backend."""
+
+    backend: str = Field("", description="Celery result backend; empty: the database of redis.url")
+    app_options: dict[str, Any] = Field(
+        default_factory=dict, description="Celery settings of the app that shape results, e.g. result_expires"
+    )
+
+
+class Resources(Section):
+    """How much memory tasks need."""
+
+    table: Path = Field(Path("configs/resources.yaml"), description="the task resource usage table")
+
+
+class Intake(Section):
+    """Admission of tasks from the broker."""
+
+    batch: int = Field(200, gt=0, description="most messages looked at in one round")
+    level1_limit: int = Field(
+        100_000, gt=0, description="most tasks waiting in overflow; beyond it messages stay in the broker"
+    )
+    max_message_bytes: int = Field(4_194_304, gt=0, description="larger messages are dead-lettered, in bytes")
+    unfit_grace_s: float = Field(
+        300.0,
+        ge=0,
+        description="how long a task too large for every device waits for a larger one, in seconds",
+    )
+
+
+class Placement(Section):
+    """The choice of a device, leases, and what is kept of finished tasks."""
+
+    policy_file: Path = Field(Path("configs/placement.yaml"), description="policy and weights of the choice")
+    ahead: int = Field(1, ge=0, description="most tasks placed behind the busy executors of one device")
+    lease_timeout_s: float = Field(15.0, gt=0, description="a node silent for this long is lost, in seconds")
+    start_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="a placed task that has not begun on an idle executor is placed again, in seconds",
+    )
+    leader_ttl_s: float = Field(4.0, gt=0, description="a standby takes over after this silence, in seconds")
+    max_attempts: int = Field(3, gt=0, description="attempts that may be lost before a task is dead-lettered")
+    retention_s: float = Field(86_400.0, gt=0, description="how long finished records are kept, in seconds")
+    visibility_timeout_s: float = Field(
+        3_600.0,
+        gt=0,
+        description="the broker's visibility timeout, equal to the producers' app's, in seconds",
+    )
+
+    @model_validator(mode="after")
+    def _records_outlive_redelivery(self) -> Self:
+        if self.retention_s <= self.visibility_timeout_s:
+            raise ValueError(
+                "retention_s must be larger than visibility_timeout_s: "
+                "the broker may deliver a message again until then, and only its record tells"
+            )
+        return self
+
+
+class Agent(Section):
+    """The node agent and the workers that it starts, one per GPU."""
+
+    node: str = Field("", description="name of this node; empty: the host's name")
+    labels: dict[str, str] = Field(default_factory=dict, description="labels that tasks may ask for")
+    executors_per_gpu: int = Field(4, gt=0, description="pool processes of each GPU's worker")
+    headroom_mib: int = Field(512, ge=0, description="memory of a device that is never given away, in MiB")
+    report_interval_s: float = Field(1.0, gt=0, le=1.0, description="between two memory reports, in seconds")
+    drain_grace_s: float = Field(
+        60.0, ge=0, description="running tasks may finish this long on SIGTERM, in seconds"
+    )
+    restart_backoff_s: float = Field(
+        0.5, gt=0, description="pause before a dead worker is started again, doubled each time, in seconds"
+    )
+    restart_backoff_max_s: float = Field(30.0, gt=0, description="longest such pause, in seconds")
+
+
+class Settings(BaseSettings):
+    """All settings. ``Settings()`` reads the environment only, :meth:`load` a file as well."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BRIM_", env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    redis: Redis = Redis()
+    broker: Broker = Broker()
+    results: Results = Results()
+    resources: Resources = Resources()
+    intake: Intake = Intake()
+    placement: Placement = Placement()
+    agent: Agent = Agent()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments first, then the environment; no other source."""
+        return init_settings, env_settings
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Self:
+        """Settings from ``path``, else from ``BRIM_CONFIG``, else from `DEFAULT_FILE` if that exists.
+
+        The environment overrides the file. Raises `ConfigurationError`.
+        """
+        file = path or (Path(os.environ["BRIM_CONFIG"]) if os.environ.get("BRIM_CONFIG") else None)
+        if file is None and DEFAULT_FILE.exists():
+            file = DEFAULT_FILE
+        written = _read_toml(file) if file else {}
+        try:
+            environment = EnvSettingsSource(cls)()
+        except SettingsError as error:
+            cause = error.__cause__ or error
+            raise ConfigurationError(Problem("environment", "", f"{error}: {cause}")) from error
+        try:
+            return cls(**_merged(written, environment))
+        except ValidationError as error:
+            raise ConfigurationError(*_problems(error, str(file or ""))) from error
+
+    @property
+    def results_backend(self) -> str:
+        """Address of the result backend that brim answers through."""
+        return self.results.backend or self.redis.url
+
+    def environment(self) -> dict[str, str]:
+        """Variables that give a child process these very settings, whatever its working directory."""
+        variables: dict[str, str] = {}
+        for section_name in type(self).model_fields:
+            section: Section = getattr(self, section_name)
+            for name, value in section:
+                if isinstance(value, Path):
+                    text = str(value.absolute())
+                elif isinstance(value, str):
+                    text = value
+                else:
+                    text = json.dumps(value)
+                variables[f"BRIM_{section_name}__{name}".upper()] = text
+        return variables
+
+
+class Weights(Section):
+    """How much each preset principle counts (requirement A7); only their ratios matter."""
+
+    server_load: float = Field(1.0, ge=0, description="balance of task load among worker servers")
+    memory_balance: float = Field(
+        1.0, ge=0, description="balance of memory occupancy among one server's GPUs"
+    )
+    satisfaction: float = Field(1.0, ge=0, description="how well the memory left satisfies likely tasks")
+
+
+class PolicyChoice(Section):
+    """`configs/placement.yaml`: the preset and its weights."""
+
+    policy: Literal["balanced", "first-fit"] = Field("balanced", description="preset principle of the choice")
+    weights: Weights = Weights()
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The policy written in the YAML file at ``path``. Raises `ConfigurationError`."""
+        try:
+            written = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigurationError(Problem(str(path), "", _one_line(error))) from error
+        try:
+            return cls.model_validate({} if written is None else written)
+        except ValidationError as error:
+            raise ConfigurationError(*_problems(error, str(path))) from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(Problem(str(path), "", _one_line(error))) from error
+
+
+def _one_line(error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split())
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        under = merged.get(name)
+        both_tables = isinstance(under, Mapping) and isinstance(value, Mapping)
+        merged[name] = _merged(under, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def _problems(error: ValidationError, file: str) -> list[Problem]:
+    environment = {name.upper() for name in os.environ}
+    problems = []
+    for detail in error.errors(include_url=False, include_input=False):
+        field = [str(part) for part in detail["loc"]]
+        variable = "BRIM_" + "__".join(field[:2]).upper()
+        reason = detail["msg"].removeprefix("Value error, ")
+        if variable in environment:
+            problems.append(Problem("environment", variable, reason))
+        else:
+            problems.append(Problem(file, ".".join(field), reason))
+    return problems
