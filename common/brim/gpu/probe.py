@@ -1,0 +1,85 @@
+"""What brim asks of a node's devices, whatever stands behind them: NVML or simulated devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from brim.core.model import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A GPU or MIG instance. The UUID identifies it; the index only names it for people and queues."""
+
+    uuid: str
+    index: int
+    model: str
+    total_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One device's memory at one moment, in MiB.
+
+    ``processes`` maps each pid that uses the device to its memory, None where that is unknown (never 0 for
+    unknown). The pids are those of the host when the driver says so: inside a container they may name nobody.
+    """
+
+    total_mib: int
+    used_mib: int
+    free_mib: int
+    processes: Mapping[int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFault:
+    """A device that cannot be read now: quarantine it until a later sample is good again."""
+
+    uuid: str
+    reason: Reason
+
+
+class NodeFault(RuntimeError):
+    """No device of this node can be read (no driver, mismatched driver, a wrong setting)."""
+
+    def __init__(self, reason: Reason):
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Probe(Protocol):
+    """The devices of this node. Not safe for concurrent use by threads; survives a fork."""
+
+    def devices(self) -> list[DeviceInfo]:
+        """The devices that can be identified now, by index; may be empty. Raises NodeFault."""
+
+    def sample(self) -> dict[str, Sample | DeviceFault]:
+        """The memory of every device that ``devices`` has named so far, by UUID. Raises NodeFault."""
+
+    def close(self) -> None:
+        """Lets go of the driver; the probe is not used after that."""
+
+
+def open_probe(spec: str | None) -> Probe:
+    """The probe for the setting ``BRIM_DEVICES``.
+
+    ``sim:4x24GiB`` or ``sim:2x24GiB:SIM-24,1x80GiB`` are simulated devices (see ``brim.gpu.simulated``);
+    ``nvml``, empty or None are the node's real ones. Raises NodeFault with what is wrong.
+    """
+    kind = (spec or "nvml").strip()
+    if kind.startswith("sim:"):
+        from brim.gpu.simulated import SimulatedProbe
+
+        return SimulatedProbe(kind)
+    if kind == "nvml":
+        from brim.gpu.nvml import NvmlProbe
+
+        return NvmlProbe()
+    raise NodeFault(
+        Reason(
+            "devices_setting",
+            f"BRIM_DEVICES={kind!r} is not understood: use 'nvml' or simulated devices such as 'sim:4x24GiB'",
+        )
+    )
