@@ -72,9 +72,7 @@ class Redis(Section):
     url: str = Field("redis://127.0.0.1:6379/0", description="address of the broker's own database")
     prefix: str = Field("brim:", min_length=1, description="begins every key of brim's")
     socket_timeout_s: float = Field(10.0, gt=0, description="longest wait for an answer, in seconds")
-    socket_connect_timeout_s: float = Field(
-        3.0, gt=0, description="longest wait for a connection, in seconds"
-    )
+    socket_connect_timeout_s: float = Field(3.0, gt=0, description="longest wait for a connection, in seconds")
 
     _check_url = field_validator("url")(_redis_url)
 
@@ -83,17 +81,13 @@ class Broker(Section):
     """Celery's ``broker_transport_options`` where they shape keys; they must equal the producers' app's."""
 
     global_keyprefix: str = Field("", description="prefix of all of Celery's keys, and so of brim's")
-    sep: str = Field(
-        "\x06\x16", min_length=1, description="stands between a queue's name and its priority step"
-    )
+    sep: str = Field("\x06\x16", min_length=1, description="stands between a queue's name and its priority step")
     priority_steps: tuple[int, ...] = Field(
         (0, 3, 6, 9),
         min_length=1,
         description="priorities that have a list of their own, 0 is the most urgent",
     )
-    intake_queue: str = Field(
-        "brim.intake", min_length=1, description="queue that producers' tasks arrive in"
-    )
+    intake_queue: str = Field("brim.intake", min_length=1, description="queue that producers' tasks arrive in")
 
     @field_validator("priority_steps")
     @classmethod
@@ -171,9 +165,7 @@ class Agent(Section):
     executors_per_gpu: int = Field(4, gt=0, description="pool processes of each GPU's worker")
     headroom_mib: int = Field(512, ge=0, description="memory of a device that is never given away, in MiB")
     report_interval_s: float = Field(1.0, gt=0, le=1.0, description="between two memory reports, in seconds")
-    drain_grace_s: float = Field(
-        60.0, ge=0, description="running tasks may finish this long on SIGTERM, in seconds"
-    )
+    drain_grace_s: float = Field(60.0, ge=0, description="running tasks may finish this long on SIGTERM, in seconds")
     restart_backoff_s: float = Field(
         0.5, gt=0, description="pause before a dead worker is started again, doubled each time, in seconds"
     )
@@ -183,9 +175,7 @@ class Agent(Section):
 class Settings(BaseSettings):
     """All settings. ``Settings()`` reads the environment only, :meth:`load` a file as well."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="BRIM_", env_nested_delimiter="__", extra="forbid", frozen=True
-    )
+    model_config = SettingsConfigDict(env_prefix="BRIM_", env_nested_delimiter="__", extra="forbid", frozen=True)
 
     redis: Redis = Redis()
     broker: Broker = Broker()
@@ -252,9 +242,7 @@ class Weights(Section):
     """How much each preset principle counts (requirement A7); only their ratios matter."""
 
     server_load: float = Field(1.0, ge=0, description="balance of task load among worker servers")
-    memory_balance: float = Field(
-        1.0, ge=0, description="balance of memory occupancy among one server's GPUs"
-    )
+    memory_balance: float = Field(1.0, ge=0, description="balance of memory occupancy among one server's GPUs")
     satisfaction: float = Field(1.0, ge=0, description="how well the memory left satisfies likely tasks")
 
 

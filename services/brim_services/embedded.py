@@ -88,9 +88,7 @@ def start(
     server = Embedded(port or free_port(), data, name)
     child = supervisor.start(command(data, server.port, appendfsync, name))
     with redis.Redis(host=HOST, port=server.port, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
-        supervisor.wait_until(
-            lambda: _process_id(client) == child.pid, timeout_s, f"{name} answers at {server.url}"
-        )
+        supervisor.wait_until(lambda: _process_id(client) == child.pid, timeout_s, f"{name} answers at {server.url}")
     return server
 
 

@@ -29,9 +29,7 @@ from brim_services import keeper
 KEEPER = [sys.executable, "-I", "-S", keeper.__file__]
 
 
-def wait_until(
-    condition: Callable[[], object], timeout_s: float, what: str, interval_s: float = 0.02
-) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str, interval_s: float = 0.02) -> None:
     """Return as soon as ``condition()`` is true; `TimeoutError` names ``what`` after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -105,9 +105,7 @@ def _import_pynvml() -> Any:
     try:
         import pynvml
     except ImportError as error:
-        raise NodeFault(
-            Reason("nvml_missing", "nvidia-ml-py is not installed: pip install 'brim[worker]'")
-        ) from error
+        raise NodeFault(Reason("nvml_missing", "nvidia-ml-py is not installed: pip install 'brim[worker]'")) from error
     if not str(pynvml.__file__).endswith("pynvml.py"):
         raise NodeFault(
             Reason(

@@ -220,9 +220,7 @@ def _create(path: Path, books: _Books) -> None:
 
 def folder() -> Path:
     """The folder that holds the devices: ``BRIM_SIM_DIR``, else one per user in the temporary folder."""
-    return Path(
-        os.environ.get("BRIM_SIM_DIR") or Path(tempfile.gettempdir(), f"brim-simulated-{os.getuid()}")
-    )
+    return Path(os.environ.get("BRIM_SIM_DIR") or Path(tempfile.gettempdir(), f"brim-simulated-{os.getuid()}"))
 
 
 def visible() -> list[str]:
@@ -251,9 +249,7 @@ class Allocation:
         if mib < 0:
             raise ValueError(f"mib={mib} is negative")
         if self._owner != _me():
-            raise RuntimeError(
-                "this memory belongs to another process: device memory does not survive a fork"
-            )
+            raise RuntimeError("this memory belongs to another process: device memory does not survive a fork")
         with _books(self._path, change=True) as books:
             self._move(books, mib - self.mib)
         self.mib = mib
@@ -283,9 +279,7 @@ def allocate(
     limit is short.
     """
     environ = os.environ
-    context = (
-        int(environ.get("BRIM_SIM_CONTEXT_MIB", DEFAULT_CONTEXT_MIB)) if context_mib is None else context_mib
-    )
+    context = int(environ.get("BRIM_SIM_CONTEXT_MIB", DEFAULT_CONTEXT_MIB)) if context_mib is None else context_mib
     caching = environ.get("BRIM_SIM_CACHE") == "1" if cache is None else cache
 
     def move(books: _Books, delta_mib: int) -> None:
@@ -348,9 +342,7 @@ class SimulatedProbe:
         folder().mkdir(parents=True, exist_ok=True)
         self._paths = {device.uuid: _path(device.uuid) for device in self._devices}
         for device in self._devices:
-            _create(
-                self._paths[device.uuid], _Books(device.uuid, device.index, device.model, device.total_mib)
-            )
+            _create(self._paths[device.uuid], _Books(device.uuid, device.index, device.model, device.total_mib))
 
     def devices(self) -> list[DeviceInfo]:
         """Every device of the setting, faulty or not."""
@@ -388,9 +380,7 @@ def witness(directory: str | Path | None = None) -> dict[str, Witness]:
     found: dict[str, Witness] = {}
     for path in sorted(Path(directory or folder()).glob(f"{UUID_PREFIX}*.device")):
         with _books(path, change=False) as books:
-            found[books.uuid] = Witness(
-                books.total_mib, books.peak_mib, books.refused, books.limited, books.most_tasks
-            )
+            found[books.uuid] = Witness(books.total_mib, books.peak_mib, books.refused, books.limited, books.most_tasks)
     return found
 
 
@@ -423,9 +413,7 @@ def _path(uuid: str | None) -> Path:
     if uuid is None:
         uuids = visible()
         if not uuids:
-            raise RuntimeError(
-                "no simulated device is visible: CUDA_VISIBLE_DEVICES or BRIM_DEVICE must name one"
-            )
+            raise RuntimeError("no simulated device is visible: CUDA_VISIBLE_DEVICES or BRIM_DEVICE must name one")
         uuid = uuids[0]
     return folder() / f"{uuid}.device"
 

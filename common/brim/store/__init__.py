@@ -1,1 +1,17 @@
-"""Redis: brim's state and its transitions, each one Lua script."""
+"""Redis: brim's state and its transitions. Nothing outside this package talks to Redis about it."""
+
+from __future__ import annotations
+
+from .attempts import AttemptSide
+from .audit import AuditSide
+from .intake import IntakeSide
+from .nodes import NodeSide
+from .placement import FencedError, PlacementSide
+from .views import UserSide
+
+
+class Store(IntakeSide, PlacementSide, AttemptSide, NodeSide, UserSide, AuditSide):
+    """All of brim's state: ``Store(client, prefix)`` with a redis-py client that does not decode responses."""
+
+
+__all__ = ["FencedError", "Store"]

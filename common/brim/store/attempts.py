@@ -1,0 +1,146 @@
+"""The life of attempts: claims, ends and losses, each one script, exactly once whoever asks how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from brim.core.model import Reason, State
+
+from .base import Base
+from .codec import dump
+from .runner import Arg
+from .types import AttemptView, ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome
+
+_PLACED_ON_THE_WAY = (State.PLACED, State.CLAIMED)
+
+
+class AttemptSide(Base):
+    """What executors and their agents tell about attempts."""
+
+    def claim(self, task_id: str, attempt: str, boot: str) -> ClaimAnswer:
+        """The start claim of a device's worker (this ``boot`` of it), before the pool gets the task."""
+        keys = self.keys
+        names = [keys.task(task_id), keys.story(task_id), keys.counts]
+        return ClaimAnswer(self.runner.run("claim", names, [attempt, boot]).decode())
+
+    def bind(self, task_id: str, attempt: str, devices: Sequence[str], proc: str) -> ClaimAnswer:
+        """Binds an attempt to the executor process ``proc`` ("<pid>.<start ticks>") that will run it."""
+        keys = self.keys
+        names = [
+            keys.task(task_id),
+            keys.story(task_id),
+            keys.counts,
+            keys.availability,
+            keys.changed,
+            keys.wake,
+        ]
+        names += [keys.book(uuid) for uuid in devices]
+        return ClaimAnswer(self.runner.run("bind", names, [attempt, proc]).decode())
+
+    def finish(self, task_id: str, attempt: str, proc: str) -> ClaimAnswer:
+        """The finish claim: the user's function is over, its callbacks and result are not out yet."""
+        keys = self.keys
+        names = [keys.task(task_id), keys.story(task_id), keys.counts]
+        return ClaimAnswer(self.runner.run("finish", names, [attempt, proc]).decode())
+
+    def end(self, task_id: str, attempt: str, devices: Sequence[str], outcome: Outcome) -> EndAnswer:
+        """Ends an attempt: its reservation becomes leftover, its record is closed, placement wakes."""
+        keys = self.keys
+        names = [
+            keys.task(task_id),
+            keys.story(task_id),
+            keys.counts,
+            keys.changed,
+            keys.wake,
+            keys.availability,
+            keys.finished,
+            keys.expiring,
+            *(keys.book(uuid) for uuid in devices),
+        ]
+        leftover = "" if outcome.leftover_mib is None else ",".join(str(mib) for mib in outcome.leftover_mib)
+        args: list[Arg] = [
+            task_id,
+            attempt,
+            outcome.state,
+            dump(outcome.reason) if outcome.reason else "",
+            leftover,
+            outcome.context_mib,
+            "" if outcome.peak_mib is None else outcome.peak_mib,
+        ]
+        return EndAnswer(self.runner.run("end", names, args).decode())
+
+    def lose(self, view: AttemptView, reason: Reason, *, counts: bool, max_attempts: int) -> LoseAnswer:
+        """A live attempt was lost: its task waits again in its old place.
+
+        ``counts``: the loss counts towards ``max_attempts``, after which the task is dead-lettered.
+        """
+        keys, lane = self.keys, view.lane
+        while True:
+            names = [
+                keys.task(view.task_id),
+                keys.story(view.task_id),
+                keys.counts,
+                keys.changed,
+                keys.wake,
+                keys.availability,
+                keys.finished,
+                keys.expiring,
+                keys.outbox,
+                keys.lane(lane),
+                keys.lanes,
+                *(keys.book(uuid) for uuid in view.devices),
+            ]
+            args = [
+                view.task_id,
+                view.attempt,
+                lane,
+                dump(reason),
+                int(counts),
+                max_attempts,
+                view.context_mib,
+            ]
+            answer = self.runner.run("lose", names, args).decode()
+            if answer != "moved":
+                return LoseAnswer(answer)
+            lane = (self.client.hget(keys.task(view.task_id), "lane") or b"").decode()
+
+    def close(self, task_id: str, state: State, reason: Reason, allowed: Sequence[State]) -> CloseAnswer:
+        """Closes a task that does not run, if it is in one of the ``allowed`` states; the producer is answered.
+
+        A running one that may be closed is marked; its worker has to end it.
+        """
+        keys = self.keys
+        while True:
+            fields = self.client.hmget(keys.task(task_id), "lane", "attempt", "devices", "context_mib")
+            lane, attempt, devices, context = ((value or b"").decode() for value in fields)
+            names = [
+                keys.task(task_id),
+                keys.story(task_id),
+                keys.counts,
+                keys.changed,
+                keys.wake,
+                keys.availability,
+                keys.finished,
+                keys.expiring,
+                keys.outbox,
+                keys.scheduled,
+                keys.lane(lane),
+                *(keys.book(uuid) for uuid in devices.split(",") if uuid),
+            ]
+            args: list[Arg] = [task_id, state, dump(reason), ",".join(allowed), lane, attempt, context or 0]
+            answer = self.runner.run("close", names, args).decode()
+            if answer in tuple(CloseAnswer):
+                return CloseAnswer(answer)
+            if answer != "moved":
+                return CloseAnswer.REFUSED
+
+    def cancel(self, task_id: str, reason: Reason) -> CloseAnswer:
+        """Cancels a task wherever it is; MARKED means that its worker has to end it."""
+        allowed = (
+            State.SCHEDULED,
+            State.WAITING,
+            State.HANDED_OVER,
+            *_PLACED_ON_THE_WAY,
+            State.RUNNING,
+        )
+        return self.close(task_id, State.CANCELLED, reason, allowed)

@@ -1,0 +1,25 @@
+"""What every side of the store shares: the client, the key names and the script runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+
+from .keys import Keys
+from .runner import Runner
+
+
+class Base:
+    """One connection pool, one set of key names. Redis errors pass through to the caller."""
+
+    def __init__(self, client: redis.Redis, prefix: str = "brim:") -> None:
+        # redis-py annotates its answers for decoded and undecoded clients at once; ours are always bytes.
+        self.client: Any = client
+        self.keys = Keys(prefix)
+        self.runner = Runner(client)
+
+    def server_ms(self) -> int:
+        """The server's clock in ms: the only clock that leases are judged by."""
+        whole, micros = self.client.time()
+        return int(whole) * 1000 + int(micros) // 1000

@@ -1,0 +1,59 @@
+"""How values are written into Redis and read back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from brim.core.model import Demand, Device, Node, Reason, canonical
+
+EPOCH_S = 1_735_689_600
+"""Start of 2025, from which admission ticks (10 µs) are counted; see scripts/admit.lua."""
+PRIORITY_STEP = 2**47
+
+
+def dump(value: Any) -> str:
+    """Compact JSON of a value or dataclass."""
+    return json.dumps(canonical(value), separators=(",", ":"), allow_nan=False)
+
+
+def text(value: bytes | None) -> str | None:
+    """A field as text; None when it is not there."""
+    return None if value is None else value.decode()
+
+
+def seconds(value: bytes | None) -> float | None:
+    """A field in ms as seconds; None when it is not there or empty."""
+    return int(value) / 1000 if value else None
+
+
+def milliseconds(value: float | None) -> str:
+    """Seconds as a field in ms; empty for None."""
+    return "" if value is None else str(round(value * 1000))
+
+
+def admitted_s(order: float) -> float:
+    """When a task with this overflow order was admitted."""
+    return (order % PRIORITY_STEP) / 100_000 + EPOCH_S
+
+
+def load_reason(value: bytes | None) -> Reason | None:
+    """A reason from JSON."""
+    return Reason(**json.loads(value)) if value else None
+
+
+def load_demand(value: bytes | str | dict[str, Any]) -> Demand:
+    """A demand from JSON."""
+    fields = value if isinstance(value, dict) else json.loads(value)
+    labels = tuple((key, label) for key, label in fields.pop("labels", ()))
+    return Demand(**fields | {"gpu_models": tuple(fields.get("gpu_models", ())), "labels": labels})
+
+
+def load_device(value: bytes) -> Device:
+    """An entry of the availability table."""
+    return Device(**json.loads(value))
+
+
+def load_node(name: str, info: dict[str, Any]) -> Node:
+    """A node from its registration."""
+    return Node(name, dict(info.get("labels") or {}), float(info.get("cpus", 0)), int(info.get("ram_mib", 0)))

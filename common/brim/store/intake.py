@@ -1,0 +1,163 @@
+"""Intake's side of the store: from the broker's lists into records and overflow lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from brim.core.model import Demand, Identity
+
+from .base import Base
+from .codec import dump, milliseconds
+from .runner import Arg, Call
+from .types import Admission, AdmitAnswer, Peeked
+
+
+class IntakeSide(Base):
+    """Peeking at messages and admitting them; any number of replicas may do so at once."""
+
+    def peek(self, lists: Sequence[str], limit: int) -> list[Peeked]:
+        """Up to ``limit`` messages from the consuming ends of ``lists`` (most urgent list first)."""
+        pipeline = self.client.pipeline(transaction=False)
+        for key in lists:
+            pipeline.lrange(key, -limit, -1)
+        found = [
+            Peeked(key, raw) for key, tail in zip(lists, pipeline.execute(), strict=True) for raw in reversed(tail)
+        ]
+        return found[:limit]
+
+    def wait_for_message(self, key: str, timeout_s: float) -> bool:
+        """Blocks until the broker list has a message; moves nothing (its last element moves onto itself)."""
+        return self.client.blmove(key, key, timeout_s, "RIGHT", "RIGHT") is not None
+
+    def admit(self, batch: Sequence[Admission]) -> list[AdmitAnswer]:
+        """Admits or refuses messages in one round trip; each by one script."""
+        return [AdmitAnswer(answer.decode()) for answer in self.runner.run_many([self._admit(a) for a in batch])]
+
+    def _admit(self, a: Admission) -> Call:
+        keys, task_id = self.keys, a.identity.task_id
+        args: list[Arg] = [
+            a.source.raw,
+            task_id,
+            a.task,
+            a.identity.nesting,
+            a.identity.retries,
+            a.lane,
+            a.priority,
+            milliseconds(a.eta_s),
+            milliseconds(a.expires_s),
+            a.head,
+            a.tail,
+            dump(a.demand),
+            a.context_mib,
+            int(a.own_attempt),
+            dump(a.refusal) if a.refusal else "",
+            dump(a.waits_for) if a.waits_for else "",
+            dump(a.explanation),
+        ]
+        return Call(
+            "admit",
+            [
+                a.source.list_key,
+                keys.task(task_id),
+                keys.story(task_id),
+                keys.counts,
+                keys.tasks,
+                keys.lane(a.lane),
+                keys.lanes,
+                keys.changed,
+                keys.wake,
+                keys.scheduled,
+                keys.expiring,
+                keys.seq,
+                keys.finished,
+                keys.outbox,
+            ],
+            args,
+        )
+
+    def release_due(self, limit: int) -> int:
+        """Moves scheduled tasks whose eta has come into overflow; returns how many."""
+        now = self.server_ms()
+        due = [
+            i.decode() for i in self.client.zrange(self.keys.scheduled, "-inf", now, byscore=True, offset=0, num=limit)
+        ]
+        lanes = self._lanes_of(due)
+        keys = self.keys
+        calls = [
+            Call(
+                "due",
+                [
+                    keys.scheduled,
+                    keys.task(i),
+                    keys.story(i),
+                    keys.counts,
+                    keys.lane(lane),
+                    keys.lanes,
+                    keys.changed,
+                    keys.wake,
+                ],
+                [i, lane],
+            )
+            for i, lane in zip(due, lanes, strict=True)
+        ]
+        return sum(int(answer) for answer in self.runner.run_many(calls))
+
+    def next_eta_s(self) -> float | None:
+        """When the next scheduled task is due, in server seconds."""
+        first = self.client.zrange(self.keys.scheduled, 0, 0, withscores=True)
+        return float(first[0][1]) / 1000 if first else None
+
+    def _lanes_of(self, ids: Iterable[str]) -> list[str]:
+        pipeline = self.client.pipeline(transaction=False)
+        for task_id in ids:
+            pipeline.hget(self.keys.task(task_id), "lane")
+        return [(lane or b"").decode() for lane in pipeline.execute()]
+
+    def lane_ids(self, lane: str, limit: int) -> list[str]:
+        """The first ids that wait in a lane."""
+        return [i.decode() for i in self.client.zrange(self.keys.lane(lane), 0, limit - 1)]
+
+    def envelopes(self, ids: Sequence[str]) -> list[tuple[Identity, bytes, bytes] | None]:
+        """Identity, head and tail of records; None where the envelope is gone."""
+        pipeline = self.client.pipeline(transaction=False)
+        for task_id in ids:
+            pipeline.hmget(self.keys.task(task_id), "nesting", "retries", "head", "tail")
+        return [
+            (Identity(task_id, int(nesting), int(retries)), head, tail) if head is not None else None
+            for task_id, (nesting, retries, head, tail) in zip(ids, pipeline.execute(), strict=True)
+        ]
+
+    def relane(
+        self,
+        task_id: str,
+        old: str,
+        new: str,
+        demand: Demand,
+        context_mib: int,
+        explanation: Mapping[str, object],
+    ) -> bool:
+        """Gives a waiting task another demand and lane; False if it does not wait in ``old`` any more."""
+        keys = self.keys
+        names = [
+            keys.task(task_id),
+            keys.story(task_id),
+            keys.lane(old),
+            keys.lane(new),
+            keys.lanes,
+            keys.changed,
+            keys.wake,
+        ]
+        args: list[Arg] = [task_id, old, new, dump(demand), context_mib, dump(explanation)]
+        return bool(self.runner.run("relane", names, args))
+
+    def publish_profiles(self, table: Mapping[str, str]) -> None:
+        """Publishes the resource table: task name or glob -> profile as JSON text."""
+        with self.client.pipeline() as pipeline:
+            pipeline.delete(self.keys.profiles)
+            if table:
+                pipeline.hset(self.keys.profiles, mapping=dict(table))
+            pipeline.execute()
+
+    def signatures(self) -> dict[str, str]:
+        """Task name -> published signature as JSON text."""
+        return {name.decode(): text.decode() for name, text in self.client.hgetall(self.keys.signatures).items()}

@@ -1,0 +1,229 @@
+"""Placement's side of the store: leadership, the mirror's changes, commits, losses and answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from brim.core.model import Reason, State
+
+from .base import Base
+from .codec import admitted_s, dump, load_demand, load_device, load_node, load_reason
+from .runner import Call
+from .types import Changes, Commit, CommitAnswer, LaneWindow, NodeView, Owed
+
+
+class FencedError(Exception):
+    """Another placement has taken over: stop deciding."""
+
+
+class PlacementSide(Base):
+    """Every change made here carries the fencing epoch and is refused once another placement is active."""
+
+    def elect(self, holder: str, ttl_s: float) -> tuple[int, float]:
+        """Takes or keeps the placement lease: (epoch or 0 while another holds it, seconds it still runs)."""
+        epoch, left = self.runner.run("elect", [self.keys.leader], [holder, round(ttl_s * 1000)])
+        return int(epoch), int(left) / 1000
+
+    def resign(self, holder: str) -> None:
+        """Gives the lease back so that a standby takes over at once."""
+        self.runner.run("resign", [self.keys.leader], [holder])
+
+    def wait_for_wake(self, timeout_s: float) -> bool:
+        """Blocks until something has changed or ``timeout_s`` has passed."""
+        return self.client.blpop([self.keys.wake], timeout_s) is not None
+
+    def take_changes(self, epoch: int, window: int, limit: int = 1000) -> Changes:
+        """What has changed since the last call. An error in between loses changes: then `snapshot` again.
+
+        Raises `FencedError`.
+        """
+        answer = self.runner.run("take", [self.keys.leader, self.keys.changed], [epoch, limit])
+        if not answer:
+            raise FencedError
+        kinds: dict[str, list[str]] = {"d": [], "l": [], "n": []}
+        for member in answer[1:]:
+            kind, name = member.decode().split(":", 1)
+            kinds[kind].append(name)
+        return self._read(int(answer[0]) / 1000, kinds["d"], kinds["l"], kinds["n"], window)
+
+    def snapshot(self, window: int) -> Changes:
+        """Everything that placement mirrors."""
+        devices = [name.decode() for name in self.client.hkeys(self.keys.availability)]
+        lanes = [name.decode() for name in self.client.hkeys(self.keys.lanes)]
+        nodes = [name.decode() for name in self.client.smembers(self.keys.nodes)]
+        return self._read(self.server_ms() / 1000, devices, lanes, nodes, window)
+
+    def lane_windows(self, lanes: Sequence[str], window: int) -> list[LaneWindow]:
+        """The first ``window`` tasks of some lanes."""
+        return list(self._read(0.0, [], lanes, [], window).lanes)
+
+    def _read(
+        self, now_s: float, devices: Sequence[str], lanes: Sequence[str], nodes: Sequence[str], window: int
+    ) -> Changes:
+        keys, pipeline = self.keys, self.client.pipeline(transaction=False)
+        for uuid in devices:
+            pipeline.hget(keys.availability, uuid)
+        for lane in lanes:
+            pipeline.hget(keys.lanes, lane)
+            pipeline.zrange(keys.lane(lane), 0, window - 1, withscores=True)
+            pipeline.zcard(keys.lane(lane))
+        for node in nodes:
+            pipeline.hmget(keys.node(node), "boot", "state", "renewed_ms", "info")
+        answers = iter(pipeline.execute())
+        found_devices = {uuid: next(answers) for uuid in devices}
+        windows = []
+        for lane in lanes:
+            info, waiting, depth = next(answers), next(answers), next(answers)
+            if info is None:
+                continue
+            common = json.loads(info)
+            ids = [(i.decode(), order, admitted_s(order)) for i, order in waiting]
+            windows.append(LaneWindow(lane, common["task"], load_demand(common["demand"]), ids, depth))
+        found_nodes = {name: next(answers) for name in nodes}
+        return Changes(
+            now_s,
+            [load_device(entry) for entry in found_devices.values() if entry is not None],
+            [uuid for uuid, entry in found_devices.items() if entry is None],
+            windows,
+            [_node_view(name, fields) for name, fields in found_nodes.items() if fields[0] is not None],
+            [name for name, fields in found_nodes.items() if fields[0] is None],
+        )
+
+    def tasksets(self, digests: Iterable[str]) -> dict[str, frozenset[str]]:
+        """Digest -> the task names that workers with this digest registered."""
+        wanted = list(digests)
+        pipeline = self.client.pipeline(transaction=False)
+        for digest in wanted:
+            pipeline.smembers(self.keys.taskset(digest))
+        return {
+            digest: frozenset(name.decode() for name in names)
+            for digest, names in zip(wanted, pipeline.execute(), strict=True)
+        }
+
+    def commit(
+        self, epoch: int, batch: Sequence[Commit], ahead: int, *, ignore_memory: bool = False
+    ) -> list[CommitAnswer]:
+        """Commits placements in one round trip; each is checked again and made, or refused, as a whole."""
+        keys = self.keys
+        calls = [
+            Call(
+                "commit",
+                [
+                    keys.leader,
+                    keys.task(c.task_id),
+                    keys.story(c.task_id),
+                    keys.counts,
+                    keys.lane(c.lane),
+                    keys.changed,
+                    keys.wake,
+                    keys.availability,
+                    c.queue,
+                    *(keys.book(uuid) for uuid in c.devices),
+                ],
+                [
+                    epoch,
+                    c.task_id,
+                    c.lane,
+                    c.attempt,
+                    c.slot,
+                    c.vram_mib,
+                    ahead,
+                    c.node,
+                    ",".join(c.devices),
+                    int(not ignore_memory),
+                ],
+            )
+            for c in batch
+        ]
+        return [_commit_answer([part.decode() for part in answer]) for answer in self.runner.run_many(calls)]
+
+    def note_waits(self, epoch: int, reasons: Mapping[str, Reason]) -> None:
+        """Notes on records (by id) why they wait."""
+        self.runner.run_many(
+            [
+                Call("wait_reason", [self.keys.leader, self.keys.task(task_id)], [epoch, dump(reason)])
+                for task_id, reason in reasons.items()
+            ]
+        )
+
+    def doom(self, epoch: int, uuid: str, wanted_mib: int) -> int:
+        """Marks idle executor processes of a device for replacement, ``wanted_mib`` of leftover in all."""
+        keys = self.keys
+        names = [keys.leader, keys.book(uuid), keys.availability, keys.changed, keys.wake]
+        return int(self.runner.run("doom", names, [epoch, wanted_mib]))
+
+    def lose_node(self, epoch: int, node: NodeView, lease_timeout_s: float) -> bool:
+        """Declares a node lost if it has not renewed for ``lease_timeout_s`` by the server's clock."""
+        keys = self.keys
+        names = [keys.leader, keys.node(node.node.name), keys.availability, keys.changed, keys.wake]
+        names += [keys.book(uuid) for uuid in node.devices]
+        answer = int(self.runner.run("lose_node", names, [epoch, round(lease_timeout_s * 1000)]))
+        if answer < 0:
+            raise FencedError
+        return answer == 1
+
+    def expired_ids(self, limit: int) -> list[str]:
+        """Ids whose ``expires`` has passed."""
+        now = self.server_ms()
+        return [
+            i.decode() for i in self.client.zrange(self.keys.expiring, "-inf", now, byscore=True, offset=0, num=limit)
+        ]
+
+    def not_expiring(self, ids: Sequence[str]) -> None:
+        """Forgets the expiry of tasks that run already."""
+        if ids:
+            self.client.zrem(self.keys.expiring, *ids)
+
+    def owed(self, limit: int) -> list[Owed]:
+        """The oldest answers in the outbox, with their envelopes."""
+        entries = self.client.lrange(self.keys.outbox, 0, limit - 1)
+        parsed = [json.loads(entry) for entry in entries]
+        pipeline = self.client.pipeline(transaction=False)
+        for fields in parsed:
+            pipeline.hmget(self.keys.task(fields["id"]), "head", "tail")
+        return [
+            Owed(
+                entry,
+                fields["id"],
+                State(fields["state"]),
+                load_reason(dump(fields["reason"]).encode()) or Reason("unknown", "no reason was given"),
+                head or b"",
+                tail or b"",
+            )
+            for entry, fields, (head, tail) in zip(entries, parsed, pipeline.execute(), strict=True)
+        ]
+
+    def answered(self, owed: Owed) -> None:
+        """Takes an answer out of the outbox once the result backend has it."""
+        keys = self.keys
+        self.runner.run("answered", [keys.outbox, keys.task(owed.task_id), keys.story(owed.task_id)], [owed.entry])
+
+    def forget_finished(self, older_than_s: float, limit: int) -> int:
+        """Removes records that ended longer ago than ``older_than_s``; returns how many."""
+        before = self.server_ms() - round(older_than_s * 1000)
+        keys = self.keys
+        old = self.client.zrange(keys.finished, "-inf", before, byscore=True, offset=0, num=limit)
+        calls = [
+            Call("forget", [keys.task(i), keys.story(i), keys.counts, keys.finished, keys.tasks], [i])
+            for i in (raw.decode() for raw in old)
+        ]
+        return sum(int(answer) for answer in self.runner.run_many(calls))
+
+
+def _node_view(name: str, fields: Sequence[bytes]) -> NodeView:
+    boot, state, renewed, info = fields
+    loaded = json.loads(info)
+    return NodeView(
+        load_node(name, loaded),
+        boot.decode(),
+        state.decode(),
+        int(renewed) / 1000,
+        [device["uuid"] for device in loaded["devices"]],
+    )
+
+
+def _commit_answer(parts: Sequence[str]) -> CommitAnswer:
+    if parts[0] != "refused":
+        return CommitAnswer(parts[0])
+    return CommitAnswer(parts[0], parts[1], parts[2], int(parts[3]))

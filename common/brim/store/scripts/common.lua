@@ -1,0 +1,174 @@
+-- Shared by every script: this text is put in front of each of them when they are loaded.
+--
+-- Record    HASH  one task; its fields are listed in docs/redis-keys.md.
+-- Book      HASH  one device:
+--   info          JSON  what does not change between registrations (uuid, node, index, model, ...)
+--   state         up | draining | lost | quarantined
+--   external      MiB used by processes that brim did not start
+--   sampled_ms    server time of the latest report that counted
+--   a:<attempt>   "<vram MiB>|<proc or nothing>|<task id>"     an attempt that holds an executor here
+--   p:<proc>      "<measured MiB or -1>|<floor MiB>|<context MiB>|<last end ms>|<doomed 0/1>"
+-- A process counts as max(what is reserved for attempts bound to it, measured; unknown: its floor).
+
+local LIVE = { placed = true, claimed = true, running = true, finishing = true }
+local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, dead = true }
+local STORY_LENGTH = 200
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function integer(number)
+  return string.format('%.0f', number)
+end
+
+-- One line of a task's story; `more` is a JSON fragment that starts with a comma, or nothing.
+local function tell(story, now, event, more)
+  local line = '{"t":' .. integer(now) .. ',"event":"' .. event .. '"' .. (more or '') .. '}'
+  if redis.call('RPUSH', story, line) > STORY_LENGTH then
+    redis.call('LTRIM', story, -STORY_LENGTH, -1)
+  end
+end
+
+local function because(reason)
+  if not reason or reason == '' then return '' end
+  return ',"reason":' .. reason
+end
+
+-- Moves a task from one state to another and keeps the counts.
+local function move(record, counts, from, to)
+  redis.call('HSET', record, 'state', to)
+  if from then redis.call('HINCRBY', counts, from, -1) end
+  redis.call('HINCRBY', counts, to, 1)
+end
+
+-- Wakes placement; the list is a semaphore of at most one.
+local function rouse(wake)
+  if redis.call('LLEN', wake) == 0 then redis.call('LPUSH', wake, '1') end
+end
+
+-- Tells placement that something it mirrors has changed.
+local function changed(changes, wake, member)
+  redis.call('SADD', changes, member)
+  rouse(wake)
+end
+
+-- Puts a waiting task into its lane. `lanes` keeps what every task of the lane has in common.
+local function enqueue(record, lane_key, lanes, changes, wake, id)
+  local fields = redis.call('HMGET', record, 'lane', 'order', 'task', 'demand')
+  redis.call('ZADD', lane_key, fields[2], id)
+  redis.call('HSET', lanes, fields[1], '{"task":' .. cjson.encode(fields[3]) .. ',"demand":' .. fields[4] .. '}')
+  changed(changes, wake, 'l:' .. fields[1])
+end
+
+local function parse_process(value)
+  local measured, floor, context, ended, doomed = string.match(value, '^(-?%d+)|(%d+)|(%d+)|(%d+)|(%d)$')
+  return { measured = tonumber(measured), floor = tonumber(floor), context = tonumber(context),
+           ended = tonumber(ended), doomed = doomed == '1', reserved = 0 }
+end
+
+local function format_process(process)
+  return integer(process.measured) .. '|' .. integer(process.floor) .. '|' .. integer(process.context)
+    .. '|' .. integer(process.ended) .. '|' .. (process.doomed and '1' or '0')
+end
+
+local function fresh_process()
+  return { measured = -1, floor = 0, context = 0, ended = 0, doomed = false, reserved = 0 }
+end
+
+-- What a process holds apart from reservations of attempts bound to it.
+local function held_mib(process)
+  return process.measured >= 0 and process.measured or process.floor
+end
+
+-- Reads a device's book: attempts and processes with what is reserved for them, and the sums.
+local function read_book(key)
+  local flat = redis.call('HGETALL', key)
+  local book = { attempts = {}, processes = {}, external = 0, sampled_ms = 0, busy = 0 }
+  for i = 1, #flat, 2 do
+    local field, value = flat[i], flat[i + 1]
+    local kind = string.sub(field, 1, 2)
+    if kind == 'a:' then
+      local vram, proc, id = string.match(value, '^(%d+)|([^|]*)|(.*)$')
+      book.attempts[string.sub(field, 3)] = { vram = tonumber(vram), proc = proc, id = id }
+      book.busy = book.busy + 1
+    elseif kind == 'p:' then
+      book.processes[string.sub(field, 3)] = parse_process(value)
+    elseif field == 'info' then
+      book.info = cjson.decode(value)
+    elseif field == 'state' then
+      book.state = value
+    else
+      book[field] = tonumber(value)
+    end
+  end
+  local committed, reclaimable = 0, 0
+  for _, attempt in pairs(book.attempts) do
+    if attempt.proc == '' then
+      committed = committed + attempt.vram
+    else
+      local process = book.processes[attempt.proc] or fresh_process()
+      process.reserved = process.reserved + attempt.vram
+      book.processes[attempt.proc] = process
+    end
+  end
+  for _, process in pairs(book.processes) do
+    committed = committed + math.max(process.reserved, held_mib(process))
+    if process.reserved == 0 and not process.doomed then reclaimable = reclaimable + held_mib(process) end
+  end
+  book.committed, book.reclaimable = committed, reclaimable
+  return book
+end
+
+-- Rewrites the device's entry in the availability table from its book, and tells placement if it changed.
+local function refresh(key, availability, changes, wake)
+  local book = read_book(key)
+  if not book.info then return book end
+  local info = book.info
+  local entry = cjson.encode({
+    uuid = info.uuid, node = info.node, index = info.index, model = info.model, total_mib = info.total_mib,
+    headroom_mib = info.headroom_mib, executors = info.executors, tasks = info.tasks, state = book.state,
+    external_mib = book.external, committed_mib = book.committed, busy = book.busy,
+    reclaimable_mib = book.reclaimable })
+  if redis.call('HGET', availability, info.uuid) ~= entry then
+    redis.call('HSET', availability, info.uuid, entry)
+    changed(changes, wake, 'd:' .. info.uuid)
+  end
+  return book
+end
+
+-- Takes an attempt out of a device's book. Its process keeps `floor` (the reservation, if none is known) until it
+-- is measured after now, or gone.
+local function release(key, attempt, floor, context, now)
+  local value = redis.call('HGET', key, 'a:' .. attempt)
+  if not value then return end
+  redis.call('HDEL', key, 'a:' .. attempt)
+  local vram, proc = string.match(value, '^(%d+)|([^|]*)|')
+  if proc == '' then return end
+  local known = redis.call('HGET', key, 'p:' .. proc)
+  local process = known and parse_process(known) or fresh_process()
+  process.measured, process.floor = -1, floor or tonumber(vram)
+  process.context, process.ended = context, now
+  redis.call('HSET', key, 'p:' .. proc, format_process(process))
+end
+
+-- The fencing check (invariant 4): true unless `epoch` is the active placement's.
+local function fenced(leader, epoch)
+  return redis.call('HGET', leader, 'epoch') ~= epoch
+end
+
+-- Closes a task: the envelope goes unless an answer or a later retry still needs it.
+local function close(record, finished, expiring, id, now, keep_envelope)
+  redis.call('HSET', record, 'ended_ms', integer(now))
+  redis.call('HDEL', record, 'next', 'next_list')
+  if not keep_envelope then redis.call('HDEL', record, 'head', 'tail') end
+  redis.call('ZADD', finished, integer(now), id)
+  redis.call('ZREM', expiring, id)
+end
+
+local function owe_answer(outbox, wake, id, state, reason)
+  redis.call('RPUSH', outbox, '{"id":' .. cjson.encode(id) .. ',"state":"' .. state .. '"' .. because(reason) .. '}')
+  rouse(wake)
+end
+

@@ -1,0 +1,26 @@
+-- Marks idle executor processes of a device for replacement until their leftover covers what is short.
+-- KEYS  1 leader  2 book  3 availability  4 changed  5 wake
+-- ARGV  1 epoch  2 MiB wanted
+-- Returns  number of processes marked | -1 fenced
+
+if fenced(KEYS[1], ARGV[1]) then return -1 end
+local book = read_book(KEYS[2])
+local idle = {}
+for proc, process in pairs(book.processes) do
+  if process.reserved == 0 and not process.doomed and held_mib(process) > 0 then idle[#idle + 1] = proc end
+end
+table.sort(idle, function(a, b)
+  local x, y = held_mib(book.processes[a]), held_mib(book.processes[b])
+  if x ~= y then return x > y end
+  return a < b
+end)
+local wanted, marked = tonumber(ARGV[2]), 0
+for _, proc in ipairs(idle) do
+  if wanted <= 0 then break end
+  local process = book.processes[proc]
+  process.doomed = true
+  redis.call('HSET', KEYS[2], 'p:' .. proc, format_process(process))
+  wanted, marked = wanted - held_mib(process), marked + 1
+end
+if marked > 0 then refresh(KEYS[2], KEYS[3], KEYS[4], KEYS[5]) end
+return marked

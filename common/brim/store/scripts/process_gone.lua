@@ -1,0 +1,11 @@
+-- A dead process no longer counts in its device's book.
+-- KEYS  1 book  2 availability  3 changed  4 wake
+-- ARGV  1 proc
+-- Returns  1 | 0 an attempt is still bound to it: lose that first
+
+for _, attempt in pairs(read_book(KEYS[1]).attempts) do
+  if attempt.proc == ARGV[1] then return 0 end
+end
+redis.call('HDEL', KEYS[1], 'p:' .. ARGV[1])
+refresh(KEYS[1], KEYS[2], KEYS[3], KEYS[4])
+return 1

@@ -1,0 +1,30 @@
+-- Writes a memory report into the books and publishes it (requirement C: workers report memory over pub/sub).
+-- Reports are absolute; a process's figure counts only if the process's last end is earlier than the sampling.
+-- KEYS  1 node  2 availability  3 changed  4 wake  5 channel  6.. books, as ARGV 4..
+-- ARGV  1 boot  2 sampled ms  3 the report as JSON  4.. device uuids
+-- Returns  1 | 0 refused: another boot took over
+
+if redis.call('HGET', KEYS[1], 'boot') ~= ARGV[1] then return 0 end
+local sampled, report = tonumber(ARGV[2]), cjson.decode(ARGV[3])
+for i = 4, #ARGV do
+  local key, figures = KEYS[i + 2], report.devices[ARGV[i]]
+  local book = read_book(key)
+  if book.info and sampled >= book.sampled_ms then
+    local external = figures.used_mib
+    for proc, mib in pairs(figures.processes) do
+      local process = book.processes[proc] or fresh_process()
+      if mib == cjson.null then
+        external = external - math.max(process.reserved, process.floor)
+        if process.ended < sampled and process.floor > 0 then process.floor = math.min(process.floor, process.context) end
+      else
+        external = external - mib
+        if process.ended < sampled then process.measured, process.floor = mib, 0 end
+      end
+      if process.ended < sampled then redis.call('HSET', key, 'p:' .. proc, format_process(process)) end
+    end
+    redis.call('HSET', key, 'external', integer(math.max(0, external)), 'sampled_ms', ARGV[2])
+    refresh(key, KEYS[2], KEYS[3], KEYS[4])
+  end
+end
+redis.call('PUBLISH', KEYS[5], ARGV[3])
+return 1

@@ -1,0 +1,279 @@
+"""The typed answers and messages of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from brim.core.model import Demand, Device, Identity, Node, Reason, State
+
+
+class AdmitAnswer(StrEnum):
+    """What admission did with a message."""
+
+    GONE = "gone"
+    """Another replica took it."""
+    ADMITTED = "admitted"
+    SCHEDULED = "scheduled"
+    REFUSED = "refused"
+    HELD = "held"
+    """An earlier run of this id still lives; the message is kept as its next."""
+    REDELIVERY = "redelivery"
+    """Known already; dropped."""
+    ORPHAN = "orphan"
+    """The message of an attempt whose record is gone; dropped."""
+
+
+class ClaimAnswer(StrEnum):
+    """What an executor hears when it claims a step of an attempt."""
+
+    GRANTED = "granted"
+    STALE = "stale"
+    """The attempt is not the live one, or not in the state that this step follows."""
+    UNKNOWN = "unknown"
+    CANCELLED = "cancelled"
+    DOOMED = "doomed"
+    """The process is about to be replaced; do not run, the agent places the attempt again."""
+
+
+class EndAnswer(StrEnum):
+    """What became of an attempt's end."""
+
+    ENDED = "ended"
+    PROMOTED = "promoted"
+    """A newer run of the same id was waiting; it has gone back to intake."""
+    STALE = "stale"
+    UNKNOWN = "unknown"
+
+
+class LoseAnswer(StrEnum):
+    """What became of a task whose attempt was lost."""
+
+    WAITING = "waiting"
+    DEAD = "dead"
+    CANCELLED = "cancelled"
+    PROMOTED = "promoted"
+    STALE = "stale"
+    UNKNOWN = "unknown"
+
+
+class CloseAnswer(StrEnum):
+    """What became of a request to close a task."""
+
+    CLOSED = "closed"
+    MARKED = "marked"
+    """It runs: its worker has to end it (``revoke(terminate=True)``); the wish is noted."""
+    REFUSED = "refused"
+    """It is in a state that this request does not close, for example it has ended."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Peeked:
+    """A message as it lies in a broker list."""
+
+    list_key: str
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Everything that admission writes about one message. ``refusal`` set: it is dead-lettered instead."""
+
+    source: Peeked
+    identity: Identity
+    task: str
+    lane: str
+    demand: Demand
+    context_mib: int
+    priority: int
+    head: bytes
+    tail: bytes
+    eta_s: float | None = None
+    expires_s: float | None = None
+    own_attempt: bool = False
+    """The message carries brim's attempt header with this very rank: without a record it is an orphan."""
+    refusal: Reason | None = None
+    waits_for: Reason | None = None
+    explanation: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One placement to commit; ``slot`` is the part of the message between the record's head and tail."""
+
+    task_id: str
+    lane: str
+    attempt: str
+    devices: Sequence[str]
+    node: str
+    queue: str
+    vram_mib: int
+    slot: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAnswer:
+    """``committed``, ``fenced``, ``stale`` (no longer waiting there) or ``refused`` with the short resource."""
+
+    status: str
+    short: str = ""
+    uuid: str = ""
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWindow:
+    """The first tasks of a lane: ``waiting`` holds (task id, order, admitted s); ``depth`` counts all."""
+
+    lane: str
+    task: str
+    demand: Demand
+    waiting: Sequence[tuple[str, float, float]]
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node with its lease as it stands in Redis."""
+
+    node: Node
+    boot: str
+    state: str
+    renewed_s: float
+    devices: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What placement has to mirror: entries that are new or changed, and names that are gone."""
+
+    now_s: float
+    devices: Sequence[Device] = ()
+    gone_devices: Sequence[str] = ()
+    lanes: Sequence[LaneWindow] = ()
+    nodes: Sequence[NodeView] = ()
+    gone_nodes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended. ``leftover_mib`` is per device; None where the process's memory is unknown."""
+
+    state: State
+    reason: Reason | None = None
+    leftover_mib: Sequence[int] | None = None
+    context_mib: int = 0
+    peak_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRegistration:
+    """A device as its agent announces it."""
+
+    uuid: str
+    index: int
+    model: str
+    total_mib: int
+    headroom_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRegistration:
+    """A node as its agent announces it: devices, executors per device, and the tasks its workers know."""
+
+    node: Node
+    boot: str
+    executors: int
+    tasks: Sequence[str]
+    signatures: Mapping[str, str]
+    """Task name -> signature as JSON text."""
+    devices: Sequence[DeviceRegistration]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """A live attempt as it stands in the books of a node's devices."""
+
+    task_id: str
+    attempt: str
+    devices: tuple[str, ...]
+    vram_mib: int
+    proc: str
+    """The executor process it is bound to; empty while it is not bound."""
+    state: State
+    boot: str
+    """The worker boot that claimed it; empty while it is not claimed."""
+    placed_s: float
+    claimed_s: float | None
+    lane: str
+    context_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One task as brim knows it. Times are server seconds, None where it has not come to that."""
+
+    task_id: str
+    task: str
+    state: State
+    identity: Identity
+    run: int
+    lane: str
+    demand: Demand
+    context_mib: int
+    priority: int
+    attempts: int
+    losses: int
+    attempt: str | None
+    node: str | None
+    devices: tuple[str, ...]
+    reason: Reason | None
+    admitted_s: float
+    eta_s: float | None = None
+    expires_s: float | None = None
+    placed_s: float | None = None
+    claimed_s: float | None = None
+    started_s: float | None = None
+    finished_s: float | None = None
+    ended_s: float | None = None
+    peak_mib: int | None = None
+    cancelling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """An answer that brim owes a producer; ``head`` and ``tail`` are the message's envelope."""
+
+    entry: bytes
+    task_id: str
+    state: State
+    reason: Reason
+    head: bytes
+    tail: bytes
+
+
+class DeviceFigures(BaseModel):
+    """What a device's memory looked like when it was sampled, in MiB; a process's None means unknown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    total_mib: int = Field(ge=0)
+    used_mib: int = Field(ge=0)
+    free_mib: int = Field(ge=0)
+    processes: dict[str, int | None] = Field(default_factory=dict)
+    """Executor process ("<pid>.<start ticks>") -> MiB."""
+
+
+class MemoryReport(BaseModel):
+    """A node's memory report: absolute figures, sampled after ``sampled_ms`` of the server's clock."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    node: str
+    boot: str
+    sampled_ms: int
+    devices: dict[str, DeviceFigures]
