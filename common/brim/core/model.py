@@ -109,12 +109,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A worker server: its labels and the host resources that tasks may declare."""
+    """A worker server: its labels and the host resources that tasks may declare.
+
+    ``cpus`` and ``ram_mib`` are 0 where the server has not declared them; then nothing is accounted.
+    ``cpus_used`` and ``ram_used_mib`` are what live attempts hold of them.
+    """
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
     cpus: float = 0.0
     ram_mib: int = 0
+    cpus_used: float = 0.0
+    ram_used_mib: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,29 @@
+"""Placement: where a task goes. A pure decision on a mirror of the cluster (DESIGN, "Placement policy")."""
+
+from brim.core.placement.cluster import Cluster, Site
+from brim.core.placement.fit import node_shortage, place_name, shortage
+from brim.core.placement.mix import Mix
+from brim.core.placement.planner import Lane, Placement, Plan, Planner, PlannerSettings, Waiting
+from brim.core.placement.policy import PRESETS, Policy, balanced, first_fit
+from brim.core.placement.promise import Beside, Promise
+
+__all__ = [
+    "PRESETS",
+    "Beside",
+    "Cluster",
+    "Lane",
+    "Mix",
+    "Placement",
+    "Plan",
+    "Planner",
+    "PlannerSettings",
+    "Policy",
+    "Promise",
+    "Site",
+    "Waiting",
+    "balanced",
+    "first_fit",
+    "node_shortage",
+    "place_name",
+    "shortage",
+]
