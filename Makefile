@@ -1,0 +1,48 @@
+# Every target sets up what it needs by itself; all of it stays in .venv/ and build/.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help setup demo up test check constraints clean
+
+help:          ## list the targets
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
+
+setup: $(READY) ## make the virtual environment with the pinned dependencies
+
+# A new environment only when the pins or the project's own needs have changed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "brim needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' \
+	  || { echo "$(PYTHON) cannot make virtual environments: on Debian, apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## run the main job: 300 tasks on four simulated GPUs, with a summary
+	$(BIN)/brim demo $(ARGS)
+
+up: $(READY)    ## start the whole stack and leave it running until Ctrl-C
+	$(BIN)/brim up $(ARGS)
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## lint, types, import layers, and the wheel in a clean environment
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tests/packaging/check_wheel.py
+
+constraints:    ## pin the newest versions that fit pyproject.toml
+	rm -rf build/constraints && $(PYTHON) -m venv build/constraints
+	build/constraints/bin/pip install --quiet --editable '.[dev]'
+	{ sed -n '/^#/p' constraints.txt; build/constraints/bin/pip freeze --exclude-editable; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+clean:          ## remove everything that make made
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .brim
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
