@@ -1,0 +1,372 @@
+"""The task resource usage table and what follows from it: a task's demand (requirement A2).
+
+One profile per task name or glob says how much memory of a GPU a task needs::
+
+    vram_mib = size_class(context_mib + weights_mib + margin x vram)
+
+``vram`` is a formula over the task's attributes, or an amount. ``margin`` covers what makes that part
+uncertain (allocator cache, fragmentation, padding); context and weights are declared, not estimated, and
+take no margin. ``docs/estimating.md`` explains every field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from brim.core.attributes import (
+    BrimHeader,
+    EstimateError,
+    Name,
+    Priority,
+    Scalar,
+    merge_attributes,
+    place,
+    reason_of,
+    shorten,
+)
+from brim.core.formula import Formula
+from brim.core.model import Demand, Reason, canonical
+from brim.core.patterns import best_match
+
+MAX_MIB = 1 << 24
+"""16 TiB: beyond this an amount is a mistake, whatever the hardware."""
+MIN_CLASS_STEP_MIB = 16
+CLASSES_PER_OCTAVE = 32
+
+_UNITS = {"MiB": 1, "GiB": 1 << 10, "TiB": 1 << 20}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+def parse_mib(value: object) -> int:
+    """MiB of an amount given as a number of MiB or as a text with its unit, such as "6GiB"; rounded up.
+
+    Raises ``ValueError``.
+    """
+    match value:
+        case bool():
+            amount = None
+        case int() | float():
+            amount = float(value) if abs(value) <= MAX_MIB else math.inf
+        case str() if (found := _AMOUNT.fullmatch(value)) and found[2] in _UNITS:
+            amount = float(found[1]) * _UNITS[found[2]]
+        case _:
+            amount = None
+    if amount is None:
+        shown = shorten(repr(value)) if isinstance(value, str | bool) else f"a {type(value).__name__}"
+        raise ValueError(f"an amount is a number of MiB or a text like '512MiB' or '6GiB', not {shown}")
+    if not 0 <= amount <= MAX_MIB:
+        raise ValueError(f"an amount lies between 0 and {MAX_MIB} MiB")
+    return math.ceil(amount)
+
+
+def size_class(mib: float) -> int:
+    """The amount rounded up to a size class, so that overflow needs few lanes.
+
+    Classes divide each octave into 32 equal steps but are at least 16 MiB apart: the result is at most
+    3.2 % or less than 16 MiB above the amount. Monotone, and a class is its own class.
+    """
+    whole = max(1, math.ceil(mib))
+    step = max(MIN_CLASS_STEP_MIB, (1 << (whole.bit_length() - 1)) // CLASSES_PER_OCTAVE)
+    return -(-whole // step) * step
+
+
+def _formula(value: object) -> Formula:
+    if isinstance(value, Formula):
+        return value
+    amount_text = isinstance(value, str) and (found := _AMOUNT.fullmatch(value)) and found[2] in _UNITS
+    if isinstance(value, str) and not amount_text:
+        return Formula.parse(value)
+    return Formula.parse(str(parse_mib(value)))
+
+
+Mib = Annotated[int, BeforeValidator(parse_mib)]
+Model = TypeVar("Model", bound=BaseModel)
+Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+class ProfileDefaults(BaseModel):
+    """The fields that the table's ``defaults:`` section may set for all profiles."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    context_mib: Mib = 512
+    """The CUDA context of the task's process: about 160 to 600 MiB."""
+    weights_mib: Mib = 0
+    """What the process keeps resident besides the context: a model's weights."""
+    margin: Annotated[float, Field(strict=True, ge=1, le=10)] = 1.3
+    """Factor on ``vram``; 1.3 is where to start while nothing has been measured."""
+    gpus: Literal[1] = 1
+    cpus: Annotated[float, Field(strict=True, ge=0, le=4096)] = 0.0
+    """Host CPUs that the task keeps busy; 0 is not accounted."""
+    ram_mib: Mib = 0
+    """Host memory; 0 is not accounted."""
+    gpu_models: tuple[Text, ...] = ()
+    """Models that the task may run on; empty means any."""
+    labels: dict[Text, Text] = {}
+    """Labels that the node must have, with their values."""
+    priority: Priority | None = None
+    """For messages that set none themselves."""
+    defaults: dict[Name, Scalar] = {}
+    """Attributes for tasks that do not give them."""
+    max_mib: Annotated[Mib, Field(gt=0)] | None = None
+    """A demand above this is refused: the guard against absurd attributes."""
+
+
+class Profile(ProfileDefaults):
+    """One row of the table. ``name`` is the task's name or a glob."""
+
+    name: Text
+    vram: Annotated[Formula, BeforeValidator(_formula), PlainSerializer(str)]
+    """Memory per GPU in MiB besides context and weights: a formula, or an amount."""
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> Self:
+        if self.max_mib is not None and self.max_mib < self.context_mib + self.weights_mib:
+            raise ValueError(f"max_mib ({self.max_mib}) is less than context_mib + weights_mib")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a table. ``section`` is ``profile 'name'``, ``defaults`` or empty."""
+
+    source: str
+    section: str
+    field: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.source, self.section, self.field, self.reason) if part)
+
+
+class TableError(ValueError):
+    """A table that cannot be used, with all its problems."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class ResourceTable:
+    """All profiles by name, in the order in which the table has them."""
+
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Self:
+        """Read a table from YAML; raises ``TableError`` with every problem, naming ``source``."""
+        document = _load_yaml(text, source)
+        if not isinstance(document, dict):
+            raise TableError((Problem(source, "", "", "a table is a mapping with the key 'profiles'"),))
+        check = _Check(source)
+        for key in document:
+            if key not in ("defaults", "profiles"):
+                check.add("", place((key,)), "unknown field; a table has 'defaults' and 'profiles'")
+        shared = check.section(document, "defaults", {})
+        if check.model(ProfileDefaults, shared, "defaults") is None:
+            shared = {}
+        profiles: dict[str, Profile] = {}
+        for name, row in check.section(document, "profiles").items():
+            section = f"profile {shorten(repr(name))}"
+            if not isinstance(row, dict):
+                check.add(section, "", "must be a mapping of fields, with 'vram'")
+            elif "name" in row:
+                check.add(section, "field 'name'", "unknown field")
+            elif profile := check.model(Profile, {**_over(shared, row), "name": name}, section):
+                profiles[name] = profile
+        if check.problems:
+            raise TableError(tuple(check.problems))
+        return cls(profiles)
+
+    def profile(self, task: str) -> Profile | None:
+        """The profile that speaks for a task: exact name first, then the most specific glob."""
+        if task in self.profiles:
+            return self.profiles[task]
+        name = best_match(task, self.profiles)
+        return self.profiles[name] if name else None
+
+    def __iter__(self) -> Iterator[Profile]:
+        return iter(self.profiles.values())
+
+    def __len__(self) -> int:
+        return len(self.profiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One summand of an estimate, for people."""
+
+    label: str
+    mib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one task asks for, and why.
+
+    ``context_mib`` is what its process is taken to keep when its memory stays unknown after the end.
+    ``priority`` is None when neither header nor profile sets one. ``attributes`` are those that the
+    formula read. The demand's ``vram_mib`` is the sum of ``parts``, rounded up to its size class.
+    """
+
+    demand: Demand
+    context_mib: int
+    priority: int | None
+    profile: str | None
+    parts: tuple[Part, ...]
+    attributes: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        summands = " + ".join(f"{part.mib:.0f} ({part.label})" for part in self.parts)
+        return f"{summands} = {sum(part.mib for part in self.parts):.0f}, reserved {self.demand.vram_mib} MiB"
+
+
+NO_PROFILE = ProfileDefaults()
+"""What holds for a task that has no profile and brings its demand in the header."""
+
+
+def estimate(profile: Profile | None, header: BrimHeader, bound: Mapping[str, Any]) -> Estimate:
+    """Work out a task's demand from its profile, its brim header and its bound arguments.
+
+    Raises ``EstimateError``: ``no_profile`` (nor ``vram_mib`` in the header), ``missing_attribute``,
+    ``bad_attribute``, ``bad_estimate``, ``above_bound`` (the profile's ``max_mib``).
+    """
+    row = profile or NO_PROFILE
+    attributes: dict[str, Any] = {}
+    parts: tuple[Part, ...]
+    if header.vram_mib is not None:
+        parts = (Part("asked for in the header", header.vram_mib),)
+    elif profile is None:
+        message = "the table has no profile for this task, and its header gives no vram_mib"
+        raise EstimateError(Reason("no_profile", message))
+    else:
+        merged = merge_attributes(bound, header.attributes, profile.defaults)
+        vram_mib = profile.vram.evaluate(merged)
+        attributes = {name: merged[name] for name in profile.vram.uses}
+        parts = (
+            Part("context", profile.context_mib),
+            Part("weights", profile.weights_mib),
+            Part(f"{profile.margin:g} × {vram_mib:.0f} from {profile.vram}", profile.margin * vram_mib),
+        )
+    total_mib = sum(part.mib for part in parts)
+    _check_bounds(total_mib, row.max_mib)
+    demand = Demand(
+        vram_mib=size_class(total_mib),
+        gpus=row.gpus,
+        cpus=row.cpus,
+        ram_mib=row.ram_mib,
+        gpu_models=(header.gpu_model,) if header.gpu_model else tuple(sorted(set(row.gpu_models))),
+        labels=tuple(sorted((row.labels | header.labels).items())),
+    )
+    return Estimate(
+        demand=demand,
+        context_mib=min(row.context_mib, demand.vram_mib),
+        priority=row.priority if header.priority is None else header.priority,
+        profile=profile.name if profile else None,
+        parts=tuple(part for part in parts if part.mib),
+        attributes=attributes,
+    )
+
+
+def lane_of(task: str, demand: Demand) -> str:
+    """The overflow lane of a demand class: equal for equal demands of a task, different otherwise.
+
+    Readable as far as people care (``vision.segment|5408MiB``); what else is demanded is a digest.
+    """
+    lane = f"{task}|{demand.vram_mib}MiB"
+    if demand == Demand(demand.vram_mib):
+        return lane
+    text = json.dumps(canonical(demand), sort_keys=True)
+    return f"{lane}|{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _check_bounds(total_mib: float, max_mib: int | None) -> None:
+    if max_mib is not None and total_mib > max_mib:
+        message = f"the task would need {total_mib:.0f} MiB, more than its profile's max_mib of {max_mib}"
+        raise EstimateError(Reason("above_bound", message))
+    if not 0 < total_mib <= MAX_MIB:
+        message = f"the estimate of {total_mib:g} MiB is not between 0 and {MAX_MIB} MiB"
+        raise EstimateError(Reason("bad_estimate", message))
+
+
+class _Check:
+    """Collects the problems of one table, so that all of them are told at once."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.problems: list[Problem] = []
+
+    def add(self, section: str, where: str, reason: str) -> None:
+        self.problems.append(Problem(self.source, section, where, reason))
+
+    def section(
+        self, document: Mapping[Any, Any], key: str, absent: dict[Any, Any] | None = None
+    ) -> dict[Any, Any]:
+        """A top-level mapping of the table; ``absent`` is its value when left out, None: must be there."""
+        found = document.get(key, absent)
+        if isinstance(found, dict):
+            return found
+        self.add(key, "", "must be a mapping" if key in document else "is missing")
+        return {}
+
+    def model(self, model: type[Model], fields: Mapping[Any, Any], section: str) -> Model | None:
+        """The validated model, or None with its problems noted."""
+        try:
+            return model.model_validate(fields)
+        except ValidationError as error:
+            for item in error.errors():
+                self.add(section, place(item["loc"]) if item["loc"] else "", reason_of(item))
+        return None
+
+
+def _over(shared: Mapping[Any, Any], row: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The row's fields over the shared ones: mappings are merged by key, everything else is replaced."""
+    merged = {**shared, **row}
+    for key, value in row.items():
+        if isinstance(value, dict) and isinstance(shared.get(key), dict):
+            merged[key] = {**shared[key], **value}
+    return merged
+
+
+class _TableLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice instead of silently keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping; raises ``ConstructorError`` at the second of two equal keys."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"'{key.value}' is given twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str, source: str) -> object:
+    try:
+        return yaml.load(text, _TableLoader)
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise TableError((Problem(source, where, "", error.problem or "not readable as YAML"),)) from None
+    except yaml.YAMLError as error:
+        raise TableError((Problem(source, "", "", f"not readable as YAML: {error}"),)) from None
