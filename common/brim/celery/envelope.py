@@ -1,0 +1,436 @@
+"""Celery's wire format on a Redis broker: the only module of brim that touches it.
+
+A message in a broker list is one JSON object: ``body`` (base64 of ``[args, kwargs, embed]``), ``headers``
+(task, id, retries, eta, ...) and ``properties`` (delivery tag, priority, reply_to, ...). brim keeps that
+object as the task record's raw envelope, split in two so that a script can put a new attempt into it
+without reading JSON: ``head + slot + tail`` is the message for a device's queue.
+
+Everything here is a pure function on bytes. ``tests/contract/test_envelope.py`` holds it against the
+installed kombu.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import bz2
+import json
+import lzma
+import zlib
+from bisect import bisect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, tzinfo
+from typing import TYPE_CHECKING, Any
+
+from kombu.exceptions import DecodeError
+from kombu.serialization import loads as loads_body
+
+from brim.core.model import Identity, Reason
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
+
+INTAKE_QUEUE = "brim.intake"
+"""The queue that brim's tasks are published to, and that everything Celery re-queues comes back to."""
+
+HEADER = "brim"
+"""The message header that carries a producer's wishes, and in a device's queue the attempt as well."""
+
+ASKED = "asked"
+"""Where a header that brim has written keeps the producer's own: a retry inherits the header."""
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""A body may not unpack to more than this, so that a small compressed message cannot exhaust intake."""
+
+MEDIA_TYPE = "application/json"
+
+
+class MalformedMessage(ValueError):
+    """A message that brim cannot understand; ``task_id`` and ``task`` are None where not even they stand."""
+
+    def __init__(self, reason: Reason, task_id: str | None = None, task: str | None = None) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+        self.task_id = task_id
+        self.task = task
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A decoded body: the task's arguments and what Celery embeds beside them.
+
+    ``embed`` holds ``callbacks``, ``errbacks``, ``chain`` and ``chord``, each None where not used.
+    """
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    embed: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptHeader:
+    """What placement writes into the header of a message that it puts into a device's queue.
+
+    ``nesting`` and ``retries`` are those of the placed message: an envelope that still carries them and
+    has no record is a late redelivery. ``vram_mib`` is reserved per device, ``context_mib`` is what an
+    executor of the profile is taken to keep when nobody can measure it.
+    """
+
+    attempt: str
+    devices: tuple[str, ...]
+    node: str
+    vram_mib: int
+    context_mib: int
+    nesting: int
+    retries: int
+    lane: str
+
+    def fields(self) -> dict[str, Any]:
+        """The header's fields, ready for `slot`."""
+        return {
+            "attempt": self.attempt,
+            "devices": list(self.devices),
+            "node": self.node,
+            "vram_mib": self.vram_mib,
+            "context_mib": self.context_mib,
+            "nesting": self.nesting,
+            "retries": self.retries,
+            "lane": self.lane,
+        }
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any]) -> AttemptHeader | None:
+        """The attempt in a ``brim`` header, or None where it holds only a producer's wishes."""
+        if "attempt" not in header:
+            return None
+        try:
+            return cls(
+                attempt=str(header["attempt"]),
+                devices=tuple(header["devices"]),
+                node=str(header["node"]),
+                vram_mib=int(header["vram_mib"]),
+                context_mib=int(header["context_mib"]),
+                nesting=int(header["nesting"]),
+                retries=int(header["retries"]),
+                lane=str(header["lane"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise MalformedMessage(
+                Reason("malformed", f"header {HEADER!r}: not an attempt of brim's own making: {error!r}")
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """One message as intake sees it. Times are seconds since the epoch; ``priority`` 0 is most urgent.
+
+    ``brim`` is what the producer put into the header of that name, also after a retry, which inherits
+    the header of the attempt that it retries; ``attempt`` is that attempt, None in a first publication.
+    """
+
+    task: str
+    identity: Identity
+    headers: Mapping[str, Any]
+    properties: Mapping[str, Any]
+    priority: int
+    eta_s: float | None
+    expires_s: float | None
+    brim: Mapping[str, Any]
+    attempt: AttemptHeader | None
+    content_type: str | None
+    content_encoding: str | None
+    encoded_body: str = field(repr=False)
+
+    @property
+    def reply_to(self) -> str:
+        """Where an RPC result backend expects the answer; Celery sets it for every backend."""
+        return str(self.properties.get("reply_to") or "")
+
+    @property
+    def root_id(self) -> str:
+        """Id of the task that the workflow began with."""
+        return str(self.headers.get("root_id") or self.identity.task_id)
+
+    @property
+    def parent_id(self) -> str | None:
+        """Id of the task that published this one."""
+        return self.headers.get("parent_id")
+
+    @property
+    def argsrepr(self) -> str:
+        """The arguments as the producer chose to show them (shortened, or hidden by ``argsrepr=``)."""
+        return str(self.headers.get("argsrepr") or "")
+
+    @property
+    def kwargsrepr(self) -> str:
+        """The keyword arguments as the producer chose to show them."""
+        return str(self.headers.get("kwargsrepr") or "")
+
+    @property
+    def is_redelivery(self) -> bool:
+        """Whether it is the very message that an attempt was placed with, back in the intake queue."""
+        return self.attempt is not None and self.identity.rank == (
+            self.attempt.nesting,
+            self.attempt.retries,
+        )
+
+    def body(self) -> Body:
+        """Decode arguments and embedded signatures.
+
+        Raises `MalformedMessage` for another serializer than JSON (code ``serializer``), an unknown or
+        broken compression (``compression``), a body that unpacks to more than `MAX_BODY_BYTES`
+        (``too_large``), and anything that is not ``[args, kwargs, embed]`` (``malformed``).
+        """
+        try:
+            return _decode_body(self)
+        except MalformedMessage as error:
+            raise MalformedMessage(error.reason, self.identity.task_id, self.task) from error.__cause__
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An envelope split for placement: ``head + slot(...) + tail`` is the message for a device's queue."""
+
+    head: bytes
+    tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerLayout:
+    """How the app's Redis broker names its keys: kombu's options of the same names."""
+
+    global_keyprefix: str = ""
+    sep: str = "\x06\x16"
+    priority_steps: tuple[int, ...] = (0, 3, 6, 9)
+
+    @classmethod
+    def of(cls, transport_options: Mapping[str, Any]) -> BrokerLayout:
+        """The layout that an app's ``broker_transport_options`` give."""
+        return cls(
+            global_keyprefix=str(transport_options.get("global_keyprefix", cls().global_keyprefix)),
+            sep=str(transport_options.get("sep", cls().sep)),
+            priority_steps=tuple(sorted(transport_options.get("priority_steps", cls().priority_steps))),
+        )
+
+    def lists(self, queue: str = INTAKE_QUEUE) -> list[str]:
+        """Names of a queue's priority lists with the key prefix, the most urgent first."""
+        return [self.list_for(step, queue) for step in self.priority_steps]
+
+    def list_for(self, priority: int, queue: str = INTAKE_QUEUE) -> str:
+        """Name of the list, with the key prefix, that kombu puts a message of this priority into."""
+        step = self.priority_steps[max(bisect(self.priority_steps, priority) - 1, 0)]
+        return f"{self.global_keyprefix}{queue}{self.sep}{step}" if step else self.global_keyprefix + queue
+
+
+def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:
+    """Read one message of a broker list; the body stays encoded until `Envelope.body` is called.
+
+    ``timezone`` is the app's, for the rare eta or expiry that a producer gave without an offset.
+    Raises `MalformedMessage`, with the id and name where they can be read.
+    """
+    message = _load(raw)
+    headers, properties = message["headers"], message["properties"]
+    task_id, task = headers.get("id"), headers.get("task")
+    if not isinstance(task_id, str) or not isinstance(task, str):
+        raise _without_identity(message)
+    try:
+        header = headers.get(HEADER) or {}
+        if not isinstance(header, Mapping):
+            raise MalformedMessage(Reason("malformed", f"header {HEADER!r}: expected an object, got {header!r}"))
+        attempt = AttemptHeader.read(header)
+        return Envelope(
+            task=task,
+            identity=Identity(task_id, _whole(headers, "replaced_task_nesting"), _whole(headers, "retries")),
+            headers=headers,
+            properties=properties,
+            priority=min(max(_whole(properties, "priority"), 0), 9),
+            eta_s=_time_s(headers, "eta", timezone),
+            expires_s=_time_s(headers, "expires", timezone),
+            brim=_asked(header),
+            attempt=attempt,
+            content_type=message.get("content-type"),
+            content_encoding=message.get("content-encoding"),
+            encoded_body=str(message.get("body") or ""),
+        )
+    except MalformedMessage as error:
+        raise MalformedMessage(error.reason, task_id, task) from error.__cause__
+
+
+def split(raw: bytes, *, queue: str = INTAKE_QUEUE) -> Prepared:
+    """Split a message into what stands before and after the place where an attempt is written.
+
+    Kept: everything, expiry included. Dropped: the eta (it lies behind us when a task is placed), the mark
+    of a redelivery (an attempt is a fresh one), and an earlier attempt's header, but not what the
+    producer asked for. The delivery info is set to the intake queue, wherever the message came through,
+    so that whatever Celery re-queues comes back to intake.
+    """
+    message = _load(raw)
+    headers = {name: value for name, value in message["headers"].items() if name not in (HEADER, "redelivered")}
+    headers["eta"] = None
+    asked = _asked(message["headers"].get(HEADER) or {})
+    properties = {name: value for name, value in message["properties"].items() if name != "delivery_tag"}
+    properties["delivery_info"] = {"exchange": "", "routing_key": queue}
+    rest = {name: value for name, value in message.items() if name not in ("headers", "properties")}
+    head = (
+        f'{json.dumps(rest)[:-1]}, "headers": {json.dumps(headers)[:-1]}, '
+        f'{json.dumps(HEADER)}: {{"{ASKED}": {json.dumps(asked)}'
+    )
+    return Prepared(head.encode(), f", {json.dumps(properties)[1:]}}}".encode())
+
+
+def slot(delivery_tag: str, brim_header: Mapping[str, Any]) -> bytes:
+    """The middle of a message: an attempt's header (`AttemptHeader.fields`) and a fresh delivery tag."""
+    fields = f", {json.dumps(dict(brim_header))[1:-1]}" if brim_header else ""
+    return f'{fields}}}}}, "properties": {{"delivery_tag": {json.dumps(delivery_tag)}'.encode()
+
+
+def join(prepared: Prepared, delivery_tag: str, brim_header: Mapping[str, Any]) -> bytes:
+    """The whole message for a device's queue; placement's script concatenates the same three parts."""
+    return prepared.head + slot(delivery_tag, brim_header) + prepared.tail
+
+
+def request_context(head: bytes, tail: bytes) -> Context:
+    """The request that a worker would have had, for answers that brim gives itself.
+
+    It carries callbacks, errbacks, chain, chord, group and the reply address. A body that cannot be
+    decoded leaves arguments and embedded signatures empty: `get` is answered all the same.
+    """
+    from celery.app.task import Context
+
+    envelope = parse(head + slot("", {}) + tail)
+    try:
+        body = envelope.body()
+    except MalformedMessage:
+        body = Body([], {}, {})
+    delivery = envelope.properties.get("delivery_info") or {}
+    return Context(
+        {
+            **envelope.headers,
+            "properties": envelope.properties,
+            "reply_to": envelope.reply_to,
+            "correlation_id": envelope.properties.get("correlation_id") or envelope.identity.task_id,
+            "delivery_info": {**delivery, "priority": envelope.priority, "redelivered": False},
+            "args": body.args,
+            "kwargs": body.kwargs,
+            "called_directly": False,
+            **body.embed,
+        }
+    )
+
+
+def _asked(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the producer put into the header, whether or not brim has wrapped it since."""
+    asked: Mapping[str, Any] = header.get(ASKED, header)
+    return asked
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(raw)
+    except ValueError as error:
+        raise MalformedMessage(Reason("malformed", f"message: not JSON: {error}")) from error
+    if not isinstance(message, dict):
+        raise MalformedMessage(Reason("malformed", f"message: expected an object, got {type(message).__name__}"))
+    for part in ("headers", "properties"):
+        if not isinstance(message.get(part), dict):
+            raise MalformedMessage(Reason("malformed", f"message: {part!r} is missing or not an object"))
+    return message
+
+
+def _without_identity(message: Mapping[str, Any]) -> MalformedMessage:
+    """Tell a message of Celery's old protocol, whose id and name stand in the body, from mere noise."""
+    try:
+        body = json.loads(base64.b64decode(message.get("body") or ""))
+        task_id, task = body["id"], body["task"]
+    except (ValueError, TypeError, KeyError):
+        return MalformedMessage(
+            Reason("malformed", "headers: 'id' and 'task' are missing; is this a Celery task message?")
+        )
+    return MalformedMessage(
+        Reason("protocol", "task message protocol 1 is not supported: set the producer's task_protocol to 2"),
+        str(task_id),
+        str(task),
+    )
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise MalformedMessage(Reason("malformed", f"{name}: expected a whole number, got {value!r}"))
+    return value
+
+
+def _time_s(headers: Mapping[str, Any], name: str, timezone: tzinfo) -> float | None:
+    value = headers.get(name)
+    if value is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(value)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone)).timestamp()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MalformedMessage(
+            Reason("malformed", f"{name}: expected an ISO 8601 time, got {value!r}: {error}")
+        ) from error
+
+
+def _decode_body(envelope: Envelope) -> Body:
+    if envelope.content_type != MEDIA_TYPE:
+        raise MalformedMessage(
+            Reason(
+                "serializer",
+                f"content-type: brim reads JSON, got {envelope.content_type!r}; "
+                f"publish with serializer='json' (setting task_serializer)",
+            )
+        )
+    data = _unpack(_transport_bytes(envelope), envelope.headers.get("compression"))
+    try:
+        body = loads_body(data, MEDIA_TYPE, envelope.content_encoding or "utf-8", accept={MEDIA_TYPE})
+    except (DecodeError, LookupError) as error:
+        raise MalformedMessage(Reason("malformed", f"body: not JSON: {error}")) from error
+    match body:
+        case [list() as args, dict() as kwargs, dict() | None as embed]:
+            return Body(args, kwargs, embed or {})
+    raise MalformedMessage(Reason("malformed", "body: expected [args, kwargs, embed]"))
+
+
+def _transport_bytes(envelope: Envelope) -> bytes:
+    """Undo the transport's own coding of a body (base64, unless the option ``body_encoding`` says so)."""
+    encoding = envelope.properties.get("body_encoding")
+    if encoding is None or str(encoding).lower() == "utf-8":
+        return envelope.encoded_body.encode()
+    if encoding != "base64":
+        raise MalformedMessage(Reason("malformed", f"body_encoding: expected 'base64', got {encoding!r}"))
+    try:
+        return base64.b64decode(envelope.encoded_body)
+    except (binascii.Error, ValueError) as error:
+        raise MalformedMessage(Reason("malformed", f"body: not base64: {error}")) from error
+
+
+_DECOMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
+    "application/x-gzip": lambda data, limit: zlib.decompressobj().decompress(data, limit),
+    "application/x-bz2": lambda data, limit: bz2.BZ2Decompressor().decompress(data, limit),
+    "application/x-lzma": lambda data, limit: lzma.LZMADecompressor().decompress(data, limit),
+}
+
+
+def _unpack(data: bytes, compression: str | None) -> bytes:
+    if compression is None:
+        return data
+    decompress = _DECOMPRESSORS.get(compression)
+    if decompress is None:
+        raise MalformedMessage(
+            Reason(
+                "compression",
+                f"compression: {compression!r} is not supported, only gzip, bzip2 and lzma are",
+            )
+        )
+    try:
+        plain = decompress(data, MAX_BODY_BYTES + 1)
+    except (zlib.error, OSError, EOFError, lzma.LZMAError) as error:
+        raise MalformedMessage(Reason("compression", f"body: not {compression}: {error}")) from error
+    if len(plain) > MAX_BODY_BYTES:
+        raise MalformedMessage(Reason("too_large", f"body: unpacks to more than {MAX_BODY_BYTES // 2**20} MiB"))
+    return plain

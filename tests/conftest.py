@@ -1,0 +1,3 @@
+"""Fixtures for every kind of test."""
+
+pytest_plugins = ["support.valkey"]
