@@ -77,9 +77,7 @@ def test_a_dead_child_is_started_again_after_a_pause_that_grows(supervisor: Supe
 
 
 def test_a_child_that_lived_long_enough_begins_the_back_off_anew(supervisor: Supervisor) -> None:
-    supervisor.start(
-        Command("c", [sys.executable, "-c", "pass"], restart=Backoff(first_s=0.01, steady_s=0.0))
-    )
+    supervisor.start(Command("c", [sys.executable, "-c", "pass"], restart=Backoff(first_s=0.01, steady_s=0.0)))
 
     deaths = []
     wait_until(lambda: deaths.extend(supervisor.poll()) or len(deaths) == 3, 20, "three deaths")

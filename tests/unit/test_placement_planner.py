@@ -41,9 +41,7 @@ class TestEveryPlan:
 
     @given(devices(), nodes(), lanes(), policies, st.randoms())
     @settings(max_examples=60, deadline=None)
-    def test_is_the_same_for_the_same_snapshot_in_whatever_order_it_was_fed(
-        self, made, servers, queue, policy, random
-    ):
+    def test_is_the_same_for_the_same_snapshot_in_whatever_order_it_was_fed(self, made, servers, queue, policy, random):
         cluster = cluster_of(made, servers)
         first = planner(policy).plan(cluster, queue, 100.0)
         again = planner(policy).plan(cluster, queue, 100.0)
@@ -224,9 +222,7 @@ class TestPromise:
         assert list(first.promises) == ["small-5"]
         # when room comes free for one small task, but not for the big one
         cluster.update(device("a", committed_mib=12 * GIB, busy=1))
-        later = planner().plan(
-            cluster, [lane("small", SMALL, 5, 6, 7), lane("big", BIG, 1)], 2.0, first.promises
-        )
+        later = planner().plan(cluster, [lane("small", SMALL, 5, 6, 7), lane("big", BIG, 1)], 2.0, first.promises)
         # then the promised one starts, and the rest is kept for the big one
         assert [placement.task_id for placement in later.placements] == ["small-5"]
         assert list(later.promises) == ["big-1"]
@@ -278,15 +274,11 @@ def test_a_big_head_starts_although_small_tasks_keep_coming(run_times, policy):
     for tick in range(40):
         ended = [entry for entry in running if entry[0] <= tick]
         running = [entry for entry in running if entry[0] > tick]
-        promises = {
-            owner: _relieved(promise, [entry[1] for entry in ended]) for owner, promise in promises.items()
-        }
+        promises = {owner: _relieved(promise, [entry[1] for entry in ended]) for owner, promise in promises.items()}
         for _, _, where, demand in ended:
             for uuid in where:
                 held = cluster.device(uuid)
-                cluster.update(
-                    replace(held, committed_mib=held.committed_mib - demand.vram_mib, busy=held.busy - 1)
-                )
+                cluster.update(replace(held, committed_mib=held.committed_mib - demand.vram_mib, busy=held.busy - 1))
         queue = [lane("small", SMALL, *[float(name.split("-")[1]) for name in waiting[:20]])]
         if tick >= 5:
             queue.append(lane("big", BIG, 4.5))

@@ -67,9 +67,7 @@ def test_the_environment_overrides_the_file(tmp_path: Path, monkeypatch: pytest.
     assert settings.broker.priority_steps == (0, 5)
 
 
-def test_the_default_file_and_the_variable_that_names_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_file_and_the_variable_that_names_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings.load() == Settings()
 
     (tmp_path / "configs").mkdir()
@@ -90,9 +88,7 @@ def test_a_child_process_gets_the_same_settings(tmp_path: Path, monkeypatch: pyt
     )
     for name, value in settings.environment().items():
         monkeypatch.setenv(name, value)
-    placement = settings.placement.model_copy(
-        update={"policy_file": settings.placement.policy_file.absolute()}
-    )
+    placement = settings.placement.model_copy(update={"policy_file": settings.placement.policy_file.absolute()})
 
     assert Settings.load() == settings.model_copy(update={"placement": placement})
 

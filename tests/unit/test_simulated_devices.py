@@ -102,9 +102,7 @@ def test_the_same_setting_in_the_same_folder_names_the_same_devices(probe, tmp_p
     assert others.isdisjoint(d.uuid for d in probe.devices())
 
 
-@pytest.mark.parametrize(
-    "setting", ["sim:", "sim:4", "sim:4x24", "sim:x24GiB", "sim:0x24GiB", "cuda", "sim:4x24GB"]
-)
+@pytest.mark.parametrize("setting", ["sim:", "sim:4", "sim:4x24", "sim:x24GiB", "sim:0x24GiB", "cuda", "sim:4x24GB"])
 def test_a_wrong_setting_is_refused_with_the_setting_in_the_message(setting):
     with pytest.raises(NodeFault, match="BRIM_DEVICES=") as fault:
         open_probe(setting)
@@ -381,9 +379,7 @@ class OneProcess(RuleBasedStateMachine):
 
 def test_random_allocations_agree_with_arithmetic(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path))
-    run_state_machine_as_test(
-        OneProcess, settings=settings(max_examples=30, stateful_step_count=20, deadline=None)
-    )
+    run_state_machine_as_test(OneProcess, settings=settings(max_examples=30, stateful_step_count=20, deadline=None))
 
 
 # --- process names -----------------------------------------------------------------------------------------

@@ -26,9 +26,7 @@ def shortage(device: Device, demand: Demand, ahead: int = 0, *, memory: bool = T
     if device.state != UP:
         return Reason("state", f"{place_name(device)} is {device.state}")
     if demand.gpu_models and device.model not in demand.gpu_models:
-        return Reason(
-            "model", f"{place_name(device)} is a {device.model}, not {' or '.join(demand.gpu_models)}"
-        )
+        return Reason("model", f"{place_name(device)} is a {device.model}, not {' or '.join(demand.gpu_models)}")
     short_mib = demand.vram_mib - device.available_mib
     if memory and short_mib > 0:
         return Reason("memory", f"memory short by {short_mib} MiB on {place_name(device)}")

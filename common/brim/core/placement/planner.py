@@ -87,9 +87,7 @@ class Planner:
     Feed ``mix`` with every admitted task; nothing else about a planner ever changes.
     """
 
-    def __init__(
-        self, policy: Policy, settings: PlannerSettings | None = None, mix: Mix | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, settings: PlannerSettings | None = None, mix: Mix | None = None) -> None:
         self.policy = policy
         self.settings = settings or PlannerSettings()
         self.mix = mix or Mix()
@@ -184,9 +182,7 @@ class _Pass:
         if node_shortage(site.node, demand) is not None:
             return
         fitting = [
-            position
-            for position in self._eligible(site, lane)
-            if self._fits(site.devices[position], demand, ahead)
+            position for position in self._eligible(site, lane) if self._fits(site.devices[position], demand, ahead)
         ]
         fitting.sort(key=lambda position: (site.devices[position].available_mib, position))
         for first in range(len(fitting) - demand.gpus + 1):
@@ -198,9 +194,7 @@ class _Pass:
         return shortage(device, demand, ahead, memory=not self.settings.ignore_memory) is None
 
     def _eligible(self, site: Site, lane: Lane) -> list[int]:
-        return [
-            position for position, device in enumerate(site.devices) if self.cluster.runs(device, lane.task)
-        ]
+        return [position for position, device in enumerate(site.devices) if self.cluster.runs(device, lane.task)]
 
     def _takers(self, lane: Lane) -> Iterator[Device]:
         """The devices that take the lane's tasks at all, whatever is on them now."""
@@ -269,9 +263,7 @@ class _Pass:
                 short = {uuid: lack for uuid, lack in short.items() if uuid in promise.devices}
             chosen = sorted(short, key=lambda uuid: short[uuid])[: lane.demand.gpus]
             if len(chosen) == lane.demand.gpus:
-                self.plan.recycle += [
-                    uuid for uuid in chosen if short[uuid] and uuid not in self.plan.recycle
-                ]
+                self.plan.recycle += [uuid for uuid in chosen if short[uuid] and uuid not in self.plan.recycle]
                 return
 
     def _why(self, lane: Lane, head: Waiting) -> Reason:

@@ -54,9 +54,7 @@ class Promise:
         node = site.node
         cpus = node.cpus - sum(other.demand.cpus for other in beside)
         ram_mib = node.ram_mib - sum(other.demand.ram_mib for other in beside)
-        return (node.cpus <= 0 or self.demand.cpus <= cpus) and (
-            node.ram_mib <= 0 or self.demand.ram_mib <= ram_mib
-        )
+        return (node.cpus <= 0 or self.demand.cpus <= cpus) and (node.ram_mib <= 0 or self.demand.ram_mib <= ram_mib)
 
     def joined(self, other: Beside) -> Promise:
         """The promise with one more task placed beside it."""

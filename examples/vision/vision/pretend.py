@@ -1,0 +1,33 @@
+"""A pretended model: takes memory on a simulated device, and time."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from brim.gpu import simulated
+
+CONTEXT_MIB = 300
+"""What a process's first use of a simulated device takes, below the 400 MiB that the table declares."""
+STEPS = 4
+
+
+def run_model(request: Any, *, weights_mib: int, seconds: float) -> None:
+    """Load the weights, let the working set grow to its peak, compute, and free it all.
+
+    The peak does not follow the table's formula: it is drawn evenly between the weights and what the table
+    lets the task have. The time varies by a quarter around ``seconds``. Both depend on the task's id alone.
+    """
+    draw = random.Random(request.id)
+    duration_s = seconds * draw.uniform(0.75, 1.25)
+    granted = getattr(request, "brim", None) or {}
+    limit_mib = granted.get("vram_mib", weights_mib + CONTEXT_MIB) - CONTEXT_MIB
+    peak_mib = round(draw.uniform(weights_mib, limit_mib))
+    if not simulated.visible():
+        time.sleep(duration_s)
+        return
+    with simulated.allocate(weights_mib, context_mib=CONTEXT_MIB) as memory:
+        for step in range(1, STEPS + 1):
+            memory.resize(weights_mib + (peak_mib - weights_mib) * step // STEPS)
+            time.sleep(duration_s / STEPS)

@@ -1,0 +1,62 @@
+"""The service's tasks. They are ordinary Celery tasks: nothing in them knows about brim.
+
+The models are pretended: on simulated devices a task takes GPU memory and time as a model would, elsewhere it
+only takes time. `configs/resources.yaml` has a profile for each task that uses a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Task
+
+from vision.celery import app
+from vision.pretend import run_model
+
+
+@app.task(bind=True)
+def segment(self: Task, url: str, *, width: int, height: int) -> dict[str, Any]:
+    """Masks of the objects in an image."""
+    megapixels = width * height / 1e6
+    run_model(self.request, weights_mib=900, seconds=0.4 + 0.06 * megapixels)
+    return {"url": url, "masks": max(1, int(megapixels))}
+
+
+@app.task(bind=True)
+def detect(self: Task, url: str, *, width: int = 1280, height: int = 1280) -> dict[str, Any]:
+    """Bounding boxes of the objects in an image."""
+    run_model(self.request, weights_mib=600, seconds=0.5)
+    return {"url": url, "boxes": [[0, 0, width // 2, height // 2]]}
+
+
+@app.task(bind=True)
+def caption(self: Task, url: str, *, max_tokens: int = 128) -> str:
+    """A sentence about an image."""
+    run_model(self.request, weights_mib=7168, seconds=0.6 + 0.012 * max_tokens)
+    return f"a picture from {url}"
+
+
+@app.task(bind=True)
+def upscale(self: Task, url: str, *, width: int, height: int, factor: int = 2) -> dict[str, Any]:
+    """The image with ``factor`` times as many pixels in each direction."""
+    run_model(self.request, weights_mib=300, seconds=0.5 + 0.2 * width * height * factor**2 / 1e6)
+    return {"url": url, "width": width * factor, "height": height * factor}
+
+
+@app.task(bind=True)
+def embed(self: Task, text: str) -> list[float]:
+    """The text as a vector."""
+    run_model(self.request, weights_mib=1200, seconds=0.35)
+    return [float(len(text)), float(sum(map(ord, text)) % 997)]
+
+
+@app.task
+def thumbnail(url: str) -> str:
+    """A small copy of an image; needs no GPU, so it has no profile and keeps its usual queue."""
+    return f"{url}?thumbnail"
+
+
+@app.task
+def notify(address: str, text: str) -> str:
+    """A message to a person; needs no GPU either."""
+    return f"{address}: {text}"
