@@ -83,9 +83,7 @@ def test_the_demand_is_the_sum_with_the_margin_on_the_formula_alone():
 
 
 def test_the_header_s_attributes_constraints_and_priority_win():
-    header = BrimHeader.parse(
-        {"attributes": {"batch": 10}, "gpu_model": "L4", "labels": {"zone": "b"}, "priority": 0}
-    )
+    header = BrimHeader.parse({"attributes": {"batch": 10}, "gpu_model": "L4", "labels": {"zone": "b"}, "priority": 0})
     found = estimate(table().profile("vision.segment"), header, {"width": 1000, "height": 2000, "batch": 2})
     assert sum(part.mib for part in found.parts) == 400 + 1024 + 1.5 * 3000
     assert found.demand.gpu_models == ("L4",)

@@ -318,9 +318,7 @@ class _Check:
     def add(self, section: str, where: str, reason: str) -> None:
         self.problems.append(Problem(self.source, section, where, reason))
 
-    def section(
-        self, document: Mapping[Any, Any], key: str, absent: dict[Any, Any] | None = None
-    ) -> dict[Any, Any]:
+    def section(self, document: Mapping[Any, Any], key: str, absent: dict[Any, Any] | None = None) -> dict[Any, Any]:
         """A top-level mapping of the table; ``absent`` is its value when left out, None: must be there."""
         found = document.get(key, absent)
         if isinstance(found, dict):
@@ -355,9 +353,7 @@ class _TableLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"'{key.value}' is given twice", key.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is given twice", key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
         return super().construct_mapping(node, deep)
 

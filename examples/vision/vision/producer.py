@@ -54,10 +54,10 @@ def notify(draw: random.Random, url: str) -> Signature:
 
 MIX: dict[Callable[[random.Random, str], Signature], int] = {
     segment: 30,
-    detect: 20,
-    caption: 15,
-    upscale: 15,
-    embed: 10,
+    detect: 24,
+    caption: 10,
+    upscale: 12,
+    embed: 14,
     thumbnail: 6,
     notify: 4,
 }
