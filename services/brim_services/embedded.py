@@ -42,6 +42,17 @@ def free_port() -> int:
         return port
 
 
+def is_free(port: int) -> bool:
+    """Whether nothing listens on this port of the loopback interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
 def command(
     data: Path, port: int, appendfsync: Literal["always", "everysec"] = "everysec", name: str = "valkey"
 ) -> Command:

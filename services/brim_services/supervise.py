@@ -56,7 +56,8 @@ class Command:
     """What to run. ``variables()`` is asked at every start and adds to ``environment``.
 
     ``restart`` is how deaths are answered; None: the child stays down. ``grace_s`` is how long it may take
-    to end by itself after SIGTERM.
+    to end by itself after SIGTERM. Children of a higher ``stage`` rely on those of lower ones, which are
+    stopped after them.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Command:
     directory: Path | None = None
     restart: Backoff | None = None
     grace_s: float = 10.0
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +169,31 @@ class Supervisor:
         wait_until(ready, timeout_s, what)
 
     def stop(self, *names: str) -> None:
-        """Stop the named children, or all, the last started first: SIGTERM, SIGKILL after the grace time."""
+        """Stop the named children, or all: highest stage first, those of one stage together.
+
+        Each gets SIGTERM, and SIGKILL after its grace time.
+        """
         self._same_thread()
-        for child in reversed([self.children[name] for name in names or self.children]):
+        chosen = [self.children[name] for name in names or self.children]
+        for child in chosen:
             child.restart_at = None
-            if child.process is None:
-                continue
-            child.process.terminate()
-            with suppress(TimeoutError):
-                wait_until(partial(_ended, child.process.pid), child.command.grace_s, "ended by itself")
-            self._forget(child)
+        for stage in sorted({child.command.stage for child in chosen}, reverse=True):
+            self._stop_together([child for child in chosen if child.command.stage == stage])
         if not names and self._keeper is not None:
             self._dismiss_keeper(self._keeper)
             self._keeper = None
+
+    def _stop_together(self, children: Sequence[Child]) -> None:
+        running = [(child, child.process.pid) for child in children if child.process is not None]
+        for child, _ in running:
+            assert child.process
+            child.process.terminate()
+        asked_at = time.monotonic()
+        for child, pid in running:
+            left_s = asked_at + child.command.grace_s - time.monotonic()
+            with suppress(TimeoutError):
+                wait_until(partial(_ended, pid), left_s, "ended by itself")
+            self._forget(child)
 
     def _run(self, child: Child) -> None:
         self._same_thread()

@@ -85,7 +85,7 @@ def test_a_child_that_lived_long_enough_begins_the_back_off_anew(supervisor: Sup
     assert {death.restart_in_s for death in deaths} == {0.01}
 
 
-def test_stop_ends_the_last_started_first_and_kills_the_stubborn(supervisor: Supervisor) -> None:
+def test_stop_kills_the_stubborn_after_their_grace_time(supervisor: Supervisor) -> None:
     supervisor.start(Command("first", SLEEPER))
     supervisor.start(Command("second", STUBBORN, grace_s=0.2))
     for name in ("first", "second"):
@@ -97,6 +97,26 @@ def test_stop_ends_the_last_started_first_and_kills_the_stubborn(supervisor: Sup
     supervisor.stop()
 
     assert members(sessions) == []
+
+
+LOGGING_END = [
+    sys.executable,
+    "-c",
+    "import os, signal as s, time; s.signal(s.SIGTERM, lambda *_: exit(open(os.environ['ENDS'], 'a')"
+    ".write(os.environ['NAME']) and 0)); print('up', flush=True); time.sleep(60)",
+]
+
+
+def test_stop_ends_higher_stages_first(supervisor: Supervisor, tmp_path: Path) -> None:
+    ends = tmp_path / "ends"
+    for name, stage in (("a", 1), ("b", 0), ("c", 2)):
+        environment = {"NAME": name, "ENDS": str(ends)}
+        supervisor.start(Command(name, LOGGING_END, environment=environment, stage=stage))
+        supervisor.wait_until(is_up(supervisor, name), 10, f"{name} is up")
+
+    supervisor.stop()
+
+    assert ends.read_text() == "cab"
 
 
 def test_what_a_child_leaves_behind_is_killed_when_it_is_gone(supervisor: Supervisor) -> None:

@@ -1,0 +1,129 @@
+"""The whole of brim on one machine, for `brim demo` and `brim up`: every process of it under one supervisor."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from brim.settings import Settings
+from brim.store import Store
+from brim_services import embedded
+from brim_services.supervise import Backoff, Command, Supervisor
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vision"
+"""The example's folder in the repository; it is no part of the wheel."""
+
+START_TIMEOUT_S = 60.0
+STAGE_REDIS, STAGE_BRIM, STAGE_WORKERS = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """TCP ports of the loopback interface."""
+
+    redis: int
+    flower: int
+
+    @classmethod
+    def preferred(cls, redis: int, flower: int) -> Ports:
+        """These, each replaced by a free one where it is taken."""
+        return cls(*(port if embedded.is_free(port) else embedded.free_port() for port in (redis, flower)))
+
+
+class Stack:
+    """Redis, intake, placement, a node agent with the example's workers, its ordinary worker, and Flower.
+
+    ``devices`` is the setting BRIM_DEVICES. Data, logs and simulated devices live in ``folder``.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        folder: Path,
+        settings: Settings,
+        devices: str,
+        ports: Ports,
+        restart: Backoff | None = None,
+    ) -> None:
+        if not (EXAMPLE / "vision").is_dir():
+            raise FileNotFoundError(f"the example is not there: {EXAMPLE} (run this from brim's repository)")
+        self.supervisor = supervisor
+        self.folder = folder
+        self.devices = devices
+        self.ports = ports
+        self.restart = restart
+        url = f"redis://{embedded.HOST}:{ports.redis}/0"
+        self.settings = settings.model_copy(update={"redis": settings.redis.model_copy(update={"url": url})})
+        client = redis.Redis.from_url(url, socket_timeout=settings.redis.socket_timeout_s)
+        self.store = Store(client, settings.broker.global_keyprefix + settings.redis.prefix)
+
+    @property
+    def url(self) -> str:
+        """Address of Redis: of the broker, the results and brim's state."""
+        return self.settings.redis.url
+
+    @property
+    def flower_url(self) -> str:
+        """Address of Flower's pages."""
+        return f"http://{embedded.HOST}:{self.ports.flower}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the processes get, and producers need: settings, devices, and where the example is."""
+        paths = [str(EXAMPLE), os.environ.get("PYTHONPATH", "")]
+        return {
+            **self.settings.environment(),
+            "BRIM_DEVICES": self.devices,
+            "BRIM_SIM_DIR": str(self.folder / "devices"),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONUNBUFFERED": "1",
+            "VISION_BROKER": self.url,
+        }
+
+    def start(self, say: Callable[[str], None]) -> None:
+        """Start everything and return when every worker is ready to take tasks.
+
+        Raises `ChildDied` (unless children are restarted) or `TimeoutError`, each naming the process.
+        """
+        say("Redis (an embedded Valkey)")
+        embedded.start(self.supervisor, self.folder / "valkey", port=self.ports.redis)
+        say("intake, placement, the node agent, the ordinary worker and Flower")
+        for command in self._commands():
+            self.supervisor.start(command)
+        say("waiting for the workers")
+        self.supervisor.wait_until(self._devices_up, START_TIMEOUT_S, "the node agent registers its devices")
+        self.supervisor.wait_until(self._ordinary_up, START_TIMEOUT_S, "the ordinary worker takes tasks")
+
+    def _commands(self) -> list[Command]:
+        brim = [sys.executable, "-m", "brim_services.cli"]
+        celery = [sys.executable, "-m", "celery", "-A", "vision"]
+        drain_s = self.settings.agent.drain_grace_s
+        return [
+            self._command("intake", [*brim, "intake"], STAGE_BRIM),
+            self._command("placement", [*brim, "placement"], STAGE_BRIM),
+            self._command("agent", [*brim, "worker", "-A", "vision"], STAGE_WORKERS, grace_s=drain_s + 10.0),
+            self._command(
+                "ordinary",
+                [*celery, "worker", "-Q", "vision", "-n", "ordinary@%h", "-c", "1", "-l", "INFO"],
+                STAGE_WORKERS,
+            ),
+            self._command(
+                "flower",
+                [*celery, "flower", f"--address={embedded.HOST}", f"--port={self.ports.flower}"],
+                STAGE_WORKERS,
+            ),
+        ]
+
+    def _command(self, name: str, argv: list[str], stage: int, grace_s: float = 10.0) -> Command:
+        return Command(name, argv, environment=self.environment, restart=self.restart, grace_s=grace_s, stage=stage)
+
+    def _devices_up(self) -> bool:
+        return any(device.state == "up" for device in self.store.devices())
+
+    def _ordinary_up(self) -> bool:
+        return "ready." in self.supervisor.children["ordinary"].last_lines(200)
