@@ -90,7 +90,7 @@ class AttemptSide(Base):
                 keys.lanes,
                 *(keys.book(uuid) for uuid in view.devices),
             ]
-            args = [
+            args: list[Arg] = [
                 view.task_id,
                 view.attempt,
                 lane,

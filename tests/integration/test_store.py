@@ -1,0 +1,344 @@
+"""The store's transitions against a real server: given a state, when a script runs, then records and books agree."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import redis
+from brim.core.model import Demand, Identity, Node, Reason, State
+from brim.store import FencedError, Store
+from brim.store.types import (
+    Admission,
+    AdmitAnswer,
+    AttemptView,
+    ClaimAnswer,
+    CloseAnswer,
+    Commit,
+    DeviceFigures,
+    DeviceRegistration,
+    EndAnswer,
+    LoseAnswer,
+    MemoryReport,
+    NodeRegistration,
+    Outcome,
+    Peeked,
+)
+
+GPU = "GPU-a"
+WHY = Reason("test", "because the test says so")
+
+
+class Cluster:
+    """A store with one node, one 10,000 MiB device with two executors, and an elected placement."""
+
+    def __init__(self, store: Store, namespace: str) -> None:
+        self.store, self.list = store, f"{namespace}brim.intake"
+        self.numbers = itertools.count(1)
+        self.epoch, _ = store.elect("test", 60)
+        registration = NodeRegistration(
+            Node("n1"), "boot", 2, ["t"], {"t": "{}"}, [DeviceRegistration(GPU, 0, "SIM", 10_000, 500)]
+        )
+        assert store.register_node(registration)
+
+    def publish(self, task_id: str, retries: int = 0) -> Peeked:
+        raw = f'{{"id":"{task_id}","retries":{retries},"tag":{next(self.numbers)}}}'.encode()
+        self.store.client.lpush(self.list, raw)
+        return Peeked(self.list, raw)
+
+    def admit(self, task_id: str, vram_mib: int = 3000, retries: int = 0, **more: object) -> AdmitAnswer:
+        source = self.publish(task_id, retries)
+        fields = {"lane": f"t|{vram_mib}", "demand": Demand(vram_mib), "context_mib": 300, "priority": 5}
+        admission = Admission(
+            source, Identity(task_id, 0, retries), "t", head=b"<", tail=b">", **(fields | more)
+        )  # type: ignore[arg-type]
+        return self.store.admit([admission])[0]
+
+    def place(self, task_id: str, vram_mib: int = 3000, ahead: int = 0) -> tuple[str, str]:
+        attempt = f"{self.epoch}-{next(self.numbers)}"
+        commit = Commit(task_id, f"t|{vram_mib}", attempt, [GPU], "n1", f"{self.list}.gpu", vram_mib, b"slot")
+        return attempt, self.store.commit(self.epoch, [commit], ahead)[0].status
+
+    def run(self, task_id: str, proc: str = "10.1", vram_mib: int = 3000) -> str:
+        attempt, status = self.place(task_id, vram_mib)
+        assert status == "committed"
+        assert self.store.claim(task_id, attempt, "w1") is ClaimAnswer.GRANTED
+        assert self.store.bind(task_id, attempt, [GPU], proc) is ClaimAnswer.GRANTED
+        return attempt
+
+    def state(self, task_id: str) -> State:
+        record = self.store.record(task_id)
+        assert record is not None
+        return record.state
+
+    def view(self, attempt: str) -> AttemptView:
+        return next(v for v in self.store.books([GPU])[0] if v.attempt == attempt)
+
+    @property
+    def available(self) -> int:
+        return self.store.devices()[0].available_mib
+
+    def report(self, used: int, processes: dict[str, int | None]) -> bool:
+        figures = DeviceFigures(total_mib=10_000, used_mib=used, free_mib=10_000 - used, processes=processes)
+        sampled = self.store.server_ms() + 1
+        return self.store.report(MemoryReport(node="n1", boot="boot", sampled_ms=sampled, devices={GPU: figures}))
+
+
+@pytest.fixture
+def cluster(valkey_url: str, namespace: str) -> Iterator[Cluster]:
+    client = redis.Redis.from_url(valkey_url)
+    found = Cluster(Store(client, f"{namespace}brim:"), namespace)
+    yield found
+    assert found.store.audit() == []
+    client.close()
+
+
+def test_a_task_runs_from_admission_to_its_end(cluster: Cluster) -> None:
+    assert cluster.admit("a") is AdmitAnswer.ADMITTED
+    assert cluster.store.queue_lengths([cluster.list]) == {cluster.list: 0}
+
+    attempt = cluster.run("a")
+
+    assert cluster.available == 9500 - 3000
+    assert cluster.store.client.lpop(f"{cluster.list}.gpu") == b"<slot>"
+    assert cluster.store.finish("a", attempt, "10.1") is ClaimAnswer.GRANTED
+    outcome = Outcome(State.SUCCEEDED, leftover_mib=[400], context_mib=300, peak_mib=2500)
+    assert cluster.store.end("a", attempt, [GPU], outcome) is EndAnswer.ENDED
+    assert cluster.store.end("a", attempt, [GPU], outcome) is EndAnswer.STALE
+    assert cluster.state("a") is State.SUCCEEDED
+    assert cluster.available == 9500 - 400
+    events = [line["event"] for line in cluster.store.story("a")]
+    assert events == ["admitted", "placed", "claimed", "started", "finishing", "succeeded"]
+
+
+def test_a_message_is_admitted_once_and_redeliveries_are_dropped(cluster: Cluster) -> None:
+    source = cluster.publish("a")
+    admission = Admission(source, Identity("a", 0, 0), "t", "t|1", Demand(1), 0, 0, b"<", b">")
+    assert cluster.store.admit([admission, admission]) == [AdmitAnswer.ADMITTED, AdmitAnswer.GONE]
+    assert cluster.admit("a", 1) is AdmitAnswer.REDELIVERY
+    assert cluster.admit("b", own_attempt=True) is AdmitAnswer.ORPHAN
+
+
+def test_a_retry_that_arrives_early_is_held_and_promoted_by_the_end(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    cluster.store.finish("a", attempt, "10.1")
+
+    assert cluster.admit("a", retries=1) is AdmitAnswer.HELD
+    assert cluster.store.end("a", attempt, [GPU], Outcome(State.HANDED_OVER)) is EndAnswer.PROMOTED
+
+    assert cluster.state("a") is State.HANDED_OVER
+    assert cluster.store.queue_lengths([cluster.list]) == {cluster.list: 1}
+
+
+def test_a_retry_after_the_end_is_a_new_run(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    cluster.store.end("a", attempt, [GPU], Outcome(State.HANDED_OVER, leftover_mib=[0]))
+    assert cluster.admit("a", retries=1) is AdmitAnswer.ADMITTED
+    record = cluster.store.record("a")
+    assert record is not None
+    assert (record.state, record.run, record.identity.retries) == (State.WAITING, 2, 1)
+
+
+def test_a_commit_that_does_not_fit_is_refused_with_the_short_resource(cluster: Cluster) -> None:
+    for task_id in "abc":
+        cluster.admit(task_id, 4000)
+    assert cluster.place("a", 4000)[1] == "committed"
+    cluster.admit("d", 6000)
+    commit = Commit("d", "t|6000", "x", [GPU], "n1", "q", 6000, b"")
+    answer = cluster.store.commit(cluster.epoch, [commit], 0)[0]
+    assert (answer.status, answer.short, answer.missing) == ("refused", "memory", 500)
+    assert cluster.place("b", 4000)[1] == "committed"
+    commit = Commit("c", "t|4000", "x", [GPU], "n1", "q", 4000, b"")
+    assert cluster.store.commit(cluster.epoch, [commit], 0)[0].short == "executors"
+    assert cluster.store.commit(cluster.epoch, [commit], 1)[0].short == "memory"
+    assert cluster.store.commit(cluster.epoch, [commit], 1, ignore_memory=True)[0].status == "committed"
+    assert cluster.store.commit(cluster.epoch, [commit], 1)[0].status == "committed"  # asked again
+    assert cluster.place("a", 4000)[1] == "stale"
+
+
+def test_a_stale_placement_is_fenced(cluster: Cluster) -> None:
+    cluster.admit("a")
+    old = cluster.epoch
+    cluster.store.resign("test")
+    assert cluster.store.elect("other", 60)[0] == old + 1
+    assert cluster.place("a")[1] == "fenced"
+    with pytest.raises(FencedError):
+        cluster.store.take_changes(old, 10)
+
+
+def test_only_the_live_attempt_may_claim_bind_and_finish(cluster: Cluster) -> None:
+    cluster.admit("a")
+    first = cluster.run("a")
+    assert cluster.store.bind("a", first, [GPU], "11.1") is ClaimAnswer.STALE
+    assert cluster.store.lose(cluster.view(first), WHY, counts=True, max_attempts=3) is LoseAnswer.WAITING
+    assert cluster.store.finish("a", first, "10.1") is ClaimAnswer.STALE
+    assert cluster.store.end("a", first, [GPU], Outcome(State.SUCCEEDED)) is EndAnswer.STALE
+    second = cluster.run("a", "12.1")
+    assert second != first
+    assert cluster.store.claim("a", first, "w1") is ClaimAnswer.STALE
+    assert cluster.store.claim("missing", first, "w1") is ClaimAnswer.UNKNOWN
+
+
+def test_a_task_lost_too_often_is_dead_lettered_and_answered(cluster: Cluster) -> None:
+    cluster.admit("a")
+    for _ in range(2):
+        attempt = cluster.run("a")
+        answer = cluster.store.lose(cluster.view(attempt), WHY, counts=True, max_attempts=2)
+    assert answer is LoseAnswer.DEAD
+    owed = cluster.store.owed(10)
+    assert [(o.task_id, o.state, o.reason, o.head) for o in owed] == [("a", State.DEAD, WHY, b"<")]
+    cluster.store.answered(owed[0])
+    assert cluster.store.owed(10) == []
+
+
+def test_a_lost_attempts_process_keeps_its_memory_until_it_is_gone(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    assert not cluster.store.process_gone(GPU, "10.1")
+    cluster.store.lose(cluster.view(attempt), WHY, counts=True, max_attempts=3)
+    assert cluster.available == 9500 - 3000
+    assert cluster.store.process_gone(GPU, "10.1")
+    assert cluster.available == 9500
+
+
+def test_reports_count_external_memory_and_leftovers(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    assert cluster.report(4000, {"10.1": 3500})
+    assert cluster.available == 9500 - 500 - 3500
+    cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED, context_mib=300))
+    assert cluster.available == 9500 - 500 - 3000, "unknown leftover: the reservation stays"
+    cluster.report(1000, {"10.1": None})
+    assert cluster.store.devices()[0].committed_mib == 300, "still unknown after the end: the context"
+    cluster.report(1000, {"10.1": 600})
+    assert (cluster.store.devices()[0].committed_mib, cluster.store.devices()[0].external_mib) == (600, 400)
+
+
+def test_an_old_sample_says_nothing_about_a_process_that_ended_since(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    sampled = cluster.store.server_ms()
+    cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED, leftover_mib=[200]))
+    figures = DeviceFigures(total_mib=10_000, used_mib=2900, free_mib=7100, processes={"10.1": 2900})
+    cluster.store.report(MemoryReport(node="n1", boot="boot", sampled_ms=sampled, devices={GPU: figures}))
+    device = cluster.store.devices()[0]
+    assert (device.committed_mib, device.external_mib) == (200, 0)
+
+
+def test_idle_leftover_is_reclaimed_by_replacing_its_process(cluster: Cluster) -> None:
+    cluster.report(900, {"10.1": 500, "11.1": 400})
+    assert cluster.store.devices()[0].reclaimable_mib == 900
+    assert cluster.store.doom(cluster.epoch, GPU, 300) == 1
+    assert cluster.store.books([GPU])[1] == {GPU: {"10.1": True, "11.1": False}}
+    cluster.admit("a")
+    attempt, _ = cluster.place("a")
+    cluster.store.claim("a", attempt, "w1")
+    assert cluster.store.bind("a", attempt, [GPU], "10.1") is ClaimAnswer.DOOMED
+    assert cluster.store.lose(cluster.view(attempt), WHY, counts=False, max_attempts=1) is LoseAnswer.WAITING
+
+
+@pytest.mark.parametrize("stage", ["scheduled", "waiting", "placed", "claimed", "handed_over"])
+def test_a_task_that_does_not_run_is_cancelled_at_once(cluster: Cluster, stage: str) -> None:
+    eta = cluster.store.server_ms() / 1000 + 60 if stage == "scheduled" else None
+    cluster.admit("a", eta_s=eta)
+    if stage in ("placed", "claimed"):
+        attempt, _ = cluster.place("a")
+        if stage == "claimed":
+            cluster.store.claim("a", attempt, "w1")
+    if stage == "handed_over":
+        cluster.store.end("a", cluster.run("a"), [GPU], Outcome(State.HANDED_OVER, leftover_mib=[0]))
+    assert cluster.state("a") == stage
+    assert cluster.store.cancel("a", WHY) is CloseAnswer.CLOSED
+    assert cluster.state("a") is State.CANCELLED
+    assert cluster.available == 9500
+    assert len(cluster.store.owed(10)) == 1
+    assert cluster.store.cancel("a", WHY) is CloseAnswer.REFUSED
+    assert cluster.store.cancel("b", WHY) is CloseAnswer.UNKNOWN
+    if stage == "claimed":
+        assert cluster.store.bind("a", attempt, [GPU], "10.1") is ClaimAnswer.CANCELLED
+
+
+def test_a_running_task_is_marked_and_ends_cancelled(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    assert cluster.store.cancel("a", WHY) is CloseAnswer.MARKED
+    record = cluster.store.record("a")
+    assert record is not None
+    assert record.cancelling
+    assert cluster.store.lose(cluster.view(attempt), WHY, counts=True, max_attempts=3) is LoseAnswer.CANCELLED
+
+
+def test_a_scheduled_task_waits_for_its_eta(cluster: Cluster) -> None:
+    now = cluster.store.server_ms() / 1000
+    cluster.admit("late", eta_s=now + 60)
+    cluster.admit("soon", eta_s=now + 0.05)
+    while not cluster.store.release_due(10):
+        pass
+    assert (cluster.state("late"), cluster.state("soon")) == (State.SCHEDULED, State.WAITING)
+    assert cluster.store.next_eta_s() == pytest.approx(now + 60, abs=0.01)
+
+
+def test_a_refusal_is_a_record_with_a_reason_and_an_answer(cluster: Cluster) -> None:
+    assert cluster.admit("a", refusal=WHY) is AdmitAnswer.REFUSED
+    record = cluster.store.record("a")
+    assert record is not None
+    assert (record.state, record.reason) == (State.DEAD, WHY)
+    assert cluster.store.owed(1)[0].reason == WHY
+
+
+def test_overflow_is_ordered_by_priority_and_then_age(cluster: Cluster) -> None:
+    for task_id, priority in [("a", 5), ("b", 5), ("c", 0), ("d", 9), ("e", 5)]:
+        cluster.admit(task_id, priority=priority)
+    windows = cluster.store.snapshot(10).lanes
+    assert [i for i, _, _ in windows[0].waiting] == ["c", "a", "b", "e", "d"]
+    assert windows[0].waiting[1][2] == pytest.approx(cluster.store.server_ms() / 1000, abs=5)
+
+
+def test_placement_hears_what_changed(cluster: Cluster) -> None:
+    assert cluster.store.wait_for_wake(1)
+    first = cluster.store.take_changes(cluster.epoch, 10)
+    assert ([d.uuid for d in first.devices], [n.node.name for n in first.nodes]) == ([GPU], ["n1"])
+    assert cluster.store.tasksets({first.devices[0].tasks}) == {first.devices[0].tasks: frozenset({"t"})}
+    cluster.admit("a")
+    cluster.admit("b")
+    second = cluster.store.take_changes(cluster.epoch, 1)
+    assert [(w.lane, w.depth, len(w.waiting)) for w in second.lanes] == [("t|3000", 2, 1)]
+    assert cluster.store.take_changes(cluster.epoch, 1).lanes == []
+
+
+def test_a_silent_node_is_lost_and_its_boot_is_refused(cluster: Cluster) -> None:
+    node = cluster.store.snapshot(1).nodes[0]
+    assert cluster.store.renew("n1", "boot")
+    assert not cluster.store.renew("n1", "other")
+    assert not cluster.store.lose_node(cluster.epoch, node, 60)
+    while not cluster.store.lose_node(cluster.epoch, node, 0):
+        pass
+    assert cluster.store.devices()[0].state == "lost"
+    assert not cluster.store.renew("n1", "boot")
+
+
+def test_a_node_leaves_only_when_nothing_runs_on_it(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    assert not cluster.store.leave("n1", "boot", [GPU])
+    cluster.store.end("a", attempt, [GPU], Outcome(State.FAILED, WHY))
+    assert cluster.store.leave("n1", "boot", [GPU])
+    assert cluster.store.devices() == []
+
+
+def test_finished_records_are_forgotten_after_their_retention(cluster: Cluster) -> None:
+    cluster.admit("a")
+    cluster.store.end("a", cluster.run("a"), [GPU], Outcome(State.SUCCEEDED))
+    assert cluster.store.forget_finished(60, 10) == 0
+    while not cluster.store.forget_finished(0, 10):
+        pass
+    assert cluster.store.record("a") is None
+    assert cluster.store.counts() == {}
+
+
+def test_every_script_is_loaded_again_after_a_flush(cluster: Cluster) -> None:
+    cluster.store.client.script_flush()
+    assert cluster.admit("a") is AdmitAnswer.ADMITTED
