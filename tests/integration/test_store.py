@@ -50,9 +50,7 @@ class Cluster:
     def admit(self, task_id: str, vram_mib: int = 3000, retries: int = 0, **more: object) -> AdmitAnswer:
         source = self.publish(task_id, retries)
         fields = {"lane": f"t|{vram_mib}", "demand": Demand(vram_mib), "context_mib": 300, "priority": 5}
-        admission = Admission(
-            source, Identity(task_id, 0, retries), "t", head=b"<", tail=b">", **(fields | more)
-        )  # type: ignore[arg-type]
+        admission = Admission(source, Identity(task_id, 0, retries), "t", head=b"<", tail=b">", **(fields | more))  # type: ignore[arg-type]
         return self.store.admit([admission])[0]
 
     def place(self, task_id: str, vram_mib: int = 3000, ahead: int = 0) -> tuple[str, str]:

@@ -18,7 +18,7 @@ import json
 import lzma
 import zlib
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, tzinfo
 from typing import TYPE_CHECKING, Any
@@ -84,20 +84,10 @@ class AttemptHeader:
     context_mib: int
     nesting: int
     retries: int
-    lane: str
 
     def fields(self) -> dict[str, Any]:
-        """The header's fields, ready for `slot`."""
-        return {
-            "attempt": self.attempt,
-            "devices": list(self.devices),
-            "node": self.node,
-            "vram_mib": self.vram_mib,
-            "context_mib": self.context_mib,
-            "nesting": self.nesting,
-            "retries": self.retries,
-            "lane": self.lane,
-        }
+        """The header's fields without the rank, which stands in the head already (see `split`)."""
+        return attempt_fields(self.attempt, self.devices, self.node, self.vram_mib, self.context_mib)
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> AttemptHeader | None:
@@ -113,7 +103,6 @@ class AttemptHeader:
                 context_mib=int(header["context_mib"]),
                 nesting=int(header["nesting"]),
                 retries=int(header["retries"]),
-                lane=str(header["lane"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedMessage(
@@ -262,7 +251,8 @@ def split(raw: bytes, *, queue: str = INTAKE_QUEUE) -> Prepared:
 
     Kept: everything, expiry included. Dropped: the eta (it lies behind us when a task is placed), the mark
     of a redelivery (an attempt is a fresh one), and an earlier attempt's header, but not what the
-    producer asked for. The delivery info is set to the intake queue, wherever the message came through,
+    producer asked for. The message's rank is repeated in the header, where nothing that Celery does to a
+    retry changes it. The delivery info is set to the intake queue, wherever the message came through,
     so that whatever Celery re-queues comes back to intake.
     """
     message = _load(raw)
@@ -272,9 +262,10 @@ def split(raw: bytes, *, queue: str = INTAKE_QUEUE) -> Prepared:
     properties = {name: value for name, value in message["properties"].items() if name != "delivery_tag"}
     properties["delivery_info"] = {"exchange": "", "routing_key": queue}
     rest = {name: value for name, value in message.items() if name not in ("headers", "properties")}
+    header = {ASKED: asked, "nesting": _whole(headers, "replaced_task_nesting"), "retries": _whole(headers, "retries")}
     head = (
         f'{json.dumps(rest)[:-1]}, "headers": {json.dumps(headers)[:-1]}, '
-        f'{json.dumps(HEADER)}: {{"{ASKED}": {json.dumps(asked)}'
+        f"{json.dumps(HEADER)}: {json.dumps(header)[:-1]}"
     )
     return Prepared(head.encode(), f", {json.dumps(properties)[1:]}}}".encode())
 
@@ -283,6 +274,17 @@ def slot(delivery_tag: str, brim_header: Mapping[str, Any]) -> bytes:
     """The middle of a message: an attempt's header (`AttemptHeader.fields`) and a fresh delivery tag."""
     fields = f", {json.dumps(dict(brim_header))[1:-1]}" if brim_header else ""
     return f'{fields}}}}}, "properties": {{"delivery_tag": {json.dumps(delivery_tag)}'.encode()
+
+
+def attempt_fields(attempt: str, devices: Sequence[str], node: str, vram_mib: int, context_mib: int) -> dict[str, Any]:
+    """What placement writes into a message's brim header, ready for `slot`; see `AttemptHeader`."""
+    return {
+        "attempt": attempt,
+        "devices": list(devices),
+        "node": node,
+        "vram_mib": vram_mib,
+        "context_mib": context_mib,
+    }
 
 
 def join(prepared: Prepared, delivery_tag: str, brim_header: Mapping[str, Any]) -> bytes:

@@ -152,11 +152,11 @@ class IntakeSide(Base):
 
     def publish_profiles(self, table: Mapping[str, str]) -> None:
         """Publishes the resource table: task name or glob -> profile as JSON text."""
-        with self.client.pipeline() as pipeline:
-            pipeline.delete(self.keys.profiles)
-            if table:
-                pipeline.hset(self.keys.profiles, mapping=dict(table))
-            pipeline.execute()
+        pipeline = self.client.pipeline(transaction=True)
+        pipeline.delete(self.keys.profiles)
+        if table:
+            pipeline.hset(self.keys.profiles, mapping=dict(table))
+        pipeline.execute()
 
     def signatures(self) -> dict[str, str]:
         """Task name -> published signature as JSON text."""

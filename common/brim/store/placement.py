@@ -79,7 +79,9 @@ class PlacementSide(Base):
                 continue
             common = json.loads(info)
             ids = [(i.decode(), order, admitted_s(order)) for i, order in waiting]
-            windows.append(LaneWindow(lane, common["task"], load_demand(common["demand"]), ids, depth))
+            windows.append(
+                LaneWindow(lane, common["task"], load_demand(common["demand"]), common["context_mib"], ids, depth)
+            )
         found_nodes = {name: next(answers) for name in nodes}
         return Changes(
             now_s,

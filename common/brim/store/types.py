@@ -132,6 +132,7 @@ class LaneWindow:
     lane: str
     task: str
     demand: Demand
+    context_mib: int
     waiting: Sequence[tuple[str, float, float]]
     depth: int
 

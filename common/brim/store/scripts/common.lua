@@ -56,9 +56,10 @@ end
 
 -- Puts a waiting task into its lane. `lanes` keeps what every task of the lane has in common.
 local function enqueue(record, lane_key, lanes, changes, wake, id)
-  local fields = redis.call('HMGET', record, 'lane', 'order', 'task', 'demand')
+  local fields = redis.call('HMGET', record, 'lane', 'order', 'task', 'demand', 'context_mib')
   redis.call('ZADD', lane_key, fields[2], id)
-  redis.call('HSET', lanes, fields[1], '{"task":' .. cjson.encode(fields[3]) .. ',"demand":' .. fields[4] .. '}')
+  redis.call('HSET', lanes, fields[1], '{"task":' .. cjson.encode(fields[3]) .. ',"demand":' .. fields[4]
+    .. ',"context_mib":' .. fields[5] .. '}')
   changed(changes, wake, 'l:' .. fields[1])
 end
 

@@ -1,0 +1,68 @@
+"""Connecting to Redis: timeouts, what a server must offer, and which errors mean that it is away."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from brim.settings import Redis
+
+OLDEST_VERSION = (6, 2)
+"""LMOVE and ZADD GT; see https://redis.io/docs/latest/commands/lmove/."""
+
+_TEMPORARY = ("LOADING", "READONLY", "BUSY", "OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED")
+
+
+class ServerRefused(Exception):
+    """This server cannot be brim's: the message names the setting and what it must be."""
+
+
+def connect(settings: Redis) -> redis.Redis:
+    """A client of the broker's database. It raises errors at once: services retry whole steps, not commands."""
+    return redis.Redis.from_url(
+        settings.url,
+        socket_timeout=settings.socket_timeout_s,
+        socket_connect_timeout=settings.socket_connect_timeout_s,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def address(url: str) -> str:
+    """The address without its password, for messages."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    where = f"{host}:{parts.port}" if parts.port else host
+    return urlunsplit((parts.scheme, where, parts.path, "", ""))
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the server is away or cannot take writes for now, so that asking again later makes sense."""
+    if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
+        return False
+    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | exceptions.ReadOnlyError):
+        return True
+    if isinstance(error, exceptions.ResponseError):
+        # A script's error repeats the server's words behind its own: "... -OOM command not allowed ...".
+        return any(word in _TEMPORARY for word in str(error).replace("-", " ").split()[:12])
+    return isinstance(error, OSError)
+
+
+def check_server(client: redis.Redis) -> None:
+    """Raises `ServerRefused` unless the server is new enough, never evicts keys, and is no cluster."""
+    info: Any = client.info()
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < OLDEST_VERSION:
+        wanted = ".".join(map(str, OLDEST_VERSION))
+        raise ServerRefused(f"Redis {info['redis_version']} is too old: brim needs {wanted} or newer")
+    if info.get("redis_mode") == "cluster":
+        raise ServerRefused("Redis Cluster is not supported: one script must reach all of brim's keys")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise ServerRefused(
+            f"maxmemory-policy is {policy}: an eviction would lose tasks; set it to noeviction on the server"
+        )

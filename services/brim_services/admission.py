@@ -1,0 +1,138 @@
+"""From a message to an admission: the one way into brim, for the broker's messages and the HTTP API alike.
+
+Pure: what it decides depends on its arguments alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from brim.celery.envelope import Envelope, MalformedMessage, parse, split
+from brim.core.attributes import BrimHeader, EstimateError, TaskSignature
+from brim.core.model import Demand, Identity, Reason
+from brim.core.profiles import Estimate, ResourceTable, estimate, lane_of
+from brim.store.types import Admission, Peeked
+
+UNESTIMATED = "?"
+"""Lanes that begin with this hold tasks whose signature no worker has published yet."""
+
+NO_SIGNATURE = Reason("no_worker", "no worker has registered this task yet, so its arguments cannot be named")
+
+
+@dataclass(frozen=True, slots=True)
+class Admitter:
+    """What admission knows: the resource table, the published signatures, and the largest message allowed."""
+
+    table: ResourceTable
+    signatures: Mapping[str, TaskSignature]
+    max_message_bytes: int
+
+    def assess(self, source: Peeked) -> Admission:
+        """The admission of a message; one that cannot be understood is refused with the reason (requirement A1)."""
+        try:
+            if len(source.raw) > self.max_message_bytes:
+                message = f"the message has {len(source.raw)} bytes, more than intake.max_message_bytes allows"
+                raise MalformedMessage(
+                    Reason("too_large", f"{message} ({self.max_message_bytes})"), *_names(source.raw)
+                )
+            envelope = parse(source.raw)
+        except MalformedMessage as error:
+            return _malformed(source, error)
+        try:
+            found = self.estimate(envelope)
+        except (EstimateError, MalformedMessage) as error:
+            return _admission(source, envelope, refusal=error.reason)
+        if found is None:
+            return _admission(source, envelope, waits_for=NO_SIGNATURE)
+        return _admission(source, envelope, found)
+
+    def estimate(self, envelope: Envelope) -> Estimate | None:
+        """A task's demand (requirement A2); None while its arguments cannot be named for want of a signature.
+
+        Raises `EstimateError` or `MalformedMessage`.
+        """
+        header = BrimHeader.parse(envelope.brim)
+        profile = self.table.profile(envelope.task)
+        if profile is None or header.vram_mib is not None:
+            return estimate(profile, header, {})
+        signature = self.signatures.get(envelope.task)
+        if signature is None:
+            return None
+        body = envelope.body()
+        return estimate(profile, header, signature.bind(envelope.task, body.args, body.kwargs))
+
+
+def priority_of(envelope: Envelope, found: Estimate) -> int:
+    """0 first: the brim header's priority, else the message's own, else the profile's."""
+    if BrimHeader.parse(envelope.brim).priority is None and envelope.priority:
+        return envelope.priority
+    return found.priority or 0
+
+
+def explain(found: Estimate) -> dict[str, object]:
+    """An estimate for a task's story."""
+    return {
+        "vram_mib": found.demand.vram_mib,
+        "profile": found.profile,
+        "sum": str(found),
+        "attributes": {
+            name: value for name, value in found.attributes.items() if isinstance(value, bool | int | float)
+        },
+    }
+
+
+def _admission(
+    source: Peeked,
+    envelope: Envelope,
+    found: Estimate | None = None,
+    *,
+    refusal: Reason | None = None,
+    waits_for: Reason | None = None,
+) -> Admission:
+    context_mib = found.context_mib if found else 0
+    prepared = split(source.raw)
+    return Admission(
+        source=source,
+        identity=envelope.identity,
+        task=envelope.task,
+        lane=lane_of(envelope.task, found.demand) if found else UNESTIMATED + envelope.task,
+        demand=found.demand if found else Demand(0),
+        context_mib=context_mib,
+        priority=priority_of(envelope, found) if found else envelope.priority,
+        head=prepared.head,
+        tail=prepared.tail,
+        eta_s=envelope.eta_s,
+        expires_s=envelope.expires_s,
+        own_attempt=envelope.is_redelivery,
+        refusal=refusal,
+        waits_for=waits_for,
+        explanation=explain(found) if found else {},
+    )
+
+
+def _malformed(source: Peeked, error: MalformedMessage) -> Admission:
+    """A dead letter under the message's own id where it has one, else under its digest."""
+    task_id = error.task_id or f"malformed-{hashlib.sha256(source.raw).hexdigest()[:16]}"
+    return Admission(
+        source=source,
+        identity=Identity(task_id, 0, 0),
+        task=error.task or "?",
+        lane=UNESTIMATED,
+        demand=Demand(0),
+        context_mib=0,
+        priority=9,
+        head=b"",
+        tail=b"",
+        refusal=error.reason,
+    )
+
+
+def _names(raw: bytes) -> tuple[str | None, str | None]:
+    """Id and task of a message that is too large to look into further."""
+    try:
+        envelope = parse(raw)
+    except MalformedMessage as error:
+        return error.task_id, error.task
+    return envelope.identity.task_id, envelope.task

@@ -1,0 +1,147 @@
+"""Intake: admits messages from the broker's lists into overflow, with what each task needs (requirements A1, A2).
+
+Any number of replicas may run; each message is admitted by one script that removes it from its list.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+from brim.celery.envelope import BrokerLayout, MalformedMessage, parse, slot
+from brim.core.attributes import EstimateError, TaskSignature
+from brim.core.model import State
+from brim.core.profiles import ResourceTable, lane_of
+from brim.settings import Settings
+from brim.store import Store
+
+from .admission import UNESTIMATED, Admitter, explain
+from .loop import open_store, serve, stop_on_signals
+
+log = logging.getLogger("brim.intake")
+
+IDLE_S = 0.5
+"""Longest time between two looks at what no bell rings for: signatures and etas."""
+FULL_S = 0.1
+"""Time between two looks for room in overflow when it is full."""
+
+
+class Bells:
+    """One blocking connection per broker list, so that a message in any of them is heard at once."""
+
+    def __init__(self, store: Store, lists: Sequence[str], stop: threading.Event) -> None:
+        self._rung = threading.Event()
+        self._armed = threading.Event()
+        for key in lists:
+            threading.Thread(target=self._listen, args=(store, key, stop), daemon=True).start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when a list has a message, or after ``timeout_s``; call it only when the lists were empty."""
+        self._rung.clear()
+        self._armed.set()
+        self._rung.wait(timeout_s)
+
+    def _listen(self, store: Store, key: str, stop: threading.Event) -> None:
+        while not stop.is_set():
+            if not self._armed.wait(1.0):
+                continue
+            try:
+                heard = store.wait_for_message(key, 1.0)
+            except Exception:  # the service's own step meets the same outage, says so and waits for its end
+                stop.wait(0.5)
+                continue
+            if heard:
+                self._armed.clear()
+                self._rung.set()
+
+
+class Intake:
+    """Peek, assess, admit; and let scheduled and unestimated tasks go on when their time has come."""
+
+    def __init__(self, store: Store, settings: Settings, table: ResourceTable, stop: threading.Event) -> None:
+        self.store = store
+        self.settings = settings
+        self.table = table
+        broker = settings.broker
+        layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+        self.lists = layout.lists(broker.intake_queue)
+        self.bells = Bells(store, self.lists, stop)
+        self.signatures: dict[str, TaskSignature] = {}
+        self._stop = stop
+        self._published = False
+        self._learnt_s = -math.inf
+
+    def lost_touch(self) -> None:
+        """The table is published again: the server may have lost it."""
+        self._published = False
+
+    def step(self) -> None:
+        """Admits one batch, or waits for a message."""
+        if not self._published:
+            self.store.publish_profiles({profile.name: profile.model_dump_json() for profile in self.table})
+            self._published = True
+        if time.monotonic() - self._learnt_s >= IDLE_S:
+            self.learn_signatures()
+            self._learnt_s = time.monotonic()
+        released = self.store.release_due(self.settings.intake.batch)
+        room = self.settings.intake.level1_limit - self.store.counts().get(State.WAITING, 0)
+        if room <= 0:
+            self._stop.wait(FULL_S)
+        elif not self.admit_batch(room) and not released:
+            self.bells.wait(self._pause_s())
+
+    def admit_batch(self, room: int) -> int:
+        """Admits up to one batch of messages, at most ``room``; returns how many were looked at."""
+        peeked = self.store.peek(self.lists, min(room, self.settings.intake.batch))
+        admitter = Admitter(self.table, self.signatures, self.settings.intake.max_message_bytes)
+        answers = self.store.admit([admitter.assess(message) for message in peeked])
+        return len(answers)
+
+    def learn_signatures(self) -> None:
+        """Takes over newly published signatures and estimates the tasks that waited for them."""
+        published = self.store.signatures()
+        self.signatures = {name: TaskSignature.model_validate_json(text) for name, text in published.items()}
+        for lane in self.store.lane_depths():
+            if lane.startswith(UNESTIMATED) and lane.removeprefix(UNESTIMATED) in self.signatures:
+                self._estimate_lane(lane)
+
+    def _estimate_lane(self, lane: str) -> None:
+        admitter = Admitter(self.table, self.signatures, self.settings.intake.max_message_bytes)
+        ids = self.store.lane_ids(lane, self.settings.intake.batch)
+        for task_id, envelope in zip(ids, self.store.envelopes(ids), strict=True):
+            if envelope is None:
+                continue
+            _, head, tail = envelope
+            try:
+                message = parse(head + slot("", {}) + tail)
+                found = admitter.estimate(message)
+            except (EstimateError, MalformedMessage) as error:
+                self.store.close(task_id, State.DEAD, error.reason, [State.WAITING])
+                continue
+            if found is not None:
+                new = lane_of(message.task, found.demand)
+                self.store.relane(task_id, lane, new, found.demand, found.context_mib, explain(found))
+
+    def _pause_s(self) -> float:
+        eta = self.store.next_eta_s()
+        if eta is None:
+            return IDLE_S
+        return min(IDLE_S, max(0.0, eta - self.store.server_ms() / 1000))
+
+
+def load_table(settings: Settings) -> ResourceTable:
+    """The resource table that the settings name. Raises ``TableError`` or ``OSError``."""
+    path = settings.resources.table
+    return ResourceTable.parse(path.read_text(), str(path))
+
+
+def run(settings: Settings) -> None:
+    """Runs intake until SIGTERM or SIGINT; what was peeked but not admitted stays in the broker."""
+    stop = stop_on_signals()
+    table = load_table(settings)
+    store = open_store(settings, stop)
+    log.info("intake: %d profiles from %s", len(table), settings.resources.table)
+    serve(Intake(store, settings, table, stop), settings, stop)

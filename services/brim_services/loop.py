@@ -1,0 +1,83 @@
+"""How a service runs: step after step until it is told to stop, through outages of Redis."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_when_event_set, wait_exponential_jitter
+from tenacity.nap import sleep_using_event
+
+from brim.settings import Settings
+from brim.store import Store
+from brim.store.connection import address, check_server, connect, is_outage
+
+log = logging.getLogger("brim")
+
+
+class Service(Protocol):
+    """One step at a time; a step that met an outage of Redis is simply taken again."""
+
+    def step(self) -> None:
+        """Does what is there to do, or waits for it for at most about a second."""
+
+    def lost_touch(self) -> None:
+        """Redis was away: what was mirrored may be stale."""
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def patiently(
+    action: Callable[[], None], url: str, stop: threading.Event, lost_touch: Callable[[], None] = lambda: None
+) -> None:
+    """Calls ``action``, again and again with growing pauses while Redis is away, until it succeeds or ``stop``.
+
+    One log line says that Redis is away, one that it is back.
+    """
+
+    def away(state: RetryCallState) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            log.warning("Redis at %s is away: %s; trying again", address(url), state.outcome.exception())
+        lost_touch()
+
+    attempts = Retrying(
+        retry=retry_if_exception(is_outage),
+        wait=wait_exponential_jitter(initial=0.1, max=2.0, jitter=0.2),
+        stop=stop_when_event_set(stop),
+        sleep=sleep_using_event(stop),
+        before_sleep=away,
+        reraise=True,
+    )
+    try:
+        attempts(action)
+    except Exception as error:
+        if not (stop.is_set() and is_outage(error)):
+            raise
+        return
+    if attempts.statistics["attempt_number"] > 1:
+        log.warning("Redis at %s is back", address(url))
+
+
+def serve(service: Service, settings: Settings, stop: threading.Event) -> None:
+    """Steps until ``stop``, through outages, and never spins."""
+    while not stop.is_set():
+        patiently(service.step, settings.redis.url, stop, service.lost_touch)
+
+
+def open_store(settings: Settings, stop: threading.Event) -> Store:
+    """A store on a server that answers and can be brim's; waits for the server until ``stop``.
+
+    Raises `ServerRefused`.
+    """
+    store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+    patiently(lambda: check_server(store.client), settings.redis.url, stop)
+    return store

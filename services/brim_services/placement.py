@@ -1,0 +1,326 @@
+"""Placement: keeps the availability mirror, decides, commits, and looks after what nobody else does.
+
+One placement is active; others stand by. Every change carries the active one's fencing epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from brim.celery.envelope import attempt_fields, slot
+from brim.core.model import Reason, State
+from brim.core.placement import PRESETS, Cluster, Lane, Placement, Plan, Planner, PlannerSettings, Promise, Waiting
+from brim.settings import PolicyChoice, Settings
+from brim.store import FencedError, Store
+from brim.store.types import Changes, CloseAnswer, Commit, LaneWindow, NodeView
+
+from .admission import UNESTIMATED
+from .answerer import Answerer
+from .loop import open_store, serve, stop_on_signals
+
+log = logging.getLogger("brim.placement")
+
+WINDOW = 64
+"""How many tasks of a lane the mirror holds; more are fetched when these are placed."""
+HOUSEKEEPING_S = 1.0
+NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.HANDED_OVER, State.PLACED, State.CLAIMED)
+EXPIRED = Reason("expired", "its expires time passed before it was started")
+
+
+@dataclass(slots=True)
+class Mirror:
+    """What the active placement knows of the cluster and of overflow."""
+
+    cluster: Cluster = field(default_factory=Cluster)
+    lanes: dict[str, LaneWindow] = field(default_factory=dict)
+    nodes: dict[str, NodeView] = field(default_factory=dict)
+
+    def apply(self, changes: Changes) -> None:
+        """Takes over what has changed; a lane that is empty now is dropped."""
+        for name in changes.gone_nodes:
+            self.cluster.remove_node(name)
+            self.nodes.pop(name, None)
+        for view in changes.nodes:
+            self.cluster.update_node(view.node)
+            self.nodes[view.node.name] = view
+        for device in changes.devices:
+            self.cluster.update(device)
+        for uuid_ in changes.gone_devices:
+            self.cluster.remove(uuid_)
+        for window in changes.lanes:
+            if window.waiting:
+                self.lanes[window.lane] = window
+            else:
+                self.lanes.pop(window.lane, None)
+
+    def waiting_lanes(self) -> Iterator[Lane]:
+        """The lanes whose tasks can be placed, as the planner takes them."""
+        for window in self.lanes.values():
+            if not window.lane.startswith(UNESTIMATED):
+                yield Lane(window.lane, window.task, window.demand, [Waiting(*task) for task in window.waiting])
+
+    def placed(self, placement: Placement) -> None:
+        """Debits a committed placement, until the table's own word arrives."""
+        self.cluster.reserve(placement.devices, placement.demand)
+        self.cluster.settle()
+        self.drop(placement.lane, placement.task_id)
+
+    def drop(self, lane: str, task_id: str) -> None:
+        """Takes one task out of a lane's window."""
+        window = self.lanes.get(lane)
+        if window is not None:
+            waiting = [task for task in window.waiting if task[0] != task_id]
+            depth = max(len(waiting), window.depth - 1)
+            self.lanes[lane] = LaneWindow(lane, window.task, window.demand, window.context_mib, waiting, depth)
+
+    def exhausted(self) -> list[str]:
+        """Lanes whose window is used up while more tasks wait in them; lanes without any are dropped."""
+        for lane in [lane for lane, window in self.lanes.items() if not window.depth]:
+            del self.lanes[lane]
+        return [lane for lane, window in self.lanes.items() if not window.waiting]
+
+
+class PlacementService:
+    """Elect, mirror, plan, commit; once a second the housekeeping."""
+
+    def __init__(self, store: Store, settings: Settings, planner: Planner, answerer: Answerer) -> None:
+        self.store = store
+        self.settings = settings
+        self.planner = planner
+        self.answerer = answerer
+        self.holder = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.epoch = 0
+        self.mirror = Mirror()
+        self.promises: dict[str, Promise] = {}
+        self._numbers = itertools.count(1)
+        self._noted: dict[str, tuple[str, Reason]] = {}
+        self._elected_s = 0.0
+        self._hearing_since_s = time.monotonic()
+        self._housekeeping_s = 0.0
+        self._stale = True
+
+    def lost_touch(self) -> None:
+        """The mirror may miss changes, and nobody could renew: start hearing anew."""
+        self._stale = True
+        self._hearing_since_s = time.monotonic()
+
+    def step(self) -> None:
+        """One round as the active placement, or a wait for the lease as a standby."""
+        if not self._lead():
+            return
+        try:
+            if self._stale:
+                self._resync()
+            else:
+                self.store.wait_for_wake(self._pause_s())
+                self._apply(self.store.take_changes(self.epoch, WINDOW))
+            self._place()
+            if time.monotonic() - self._housekeeping_s >= HOUSEKEEPING_S:
+                self._housekeeping_s = time.monotonic()
+                self._keep_house()
+        except FencedError:
+            self._step_down()
+
+    def resign(self) -> None:
+        """Hands the lease over so that a standby need not wait for it to run out."""
+        if self.epoch:
+            self.store.resign(self.holder)
+
+    # -- leading ---------------------------------------------------------------------------------------------
+
+    def _lead(self) -> bool:
+        ttl_s = self.settings.placement.leader_ttl_s
+        if self.epoch and time.monotonic() - self._elected_s < ttl_s / 3:
+            return True
+        asked_s = time.monotonic()
+        epoch, left_s = self.store.elect(self.holder, ttl_s)
+        if epoch == 0:
+            self._step_down()
+            self.answerer.stop.wait(min(left_s, ttl_s / 4))
+            return False
+        if epoch != self.epoch:
+            log.info("placement is active, epoch %d", epoch)
+            self.epoch, self._numbers = epoch, itertools.count(1)
+            self.promises.clear()
+            self.lost_touch()
+            self.answerer.active.set()
+        self._elected_s = asked_s
+        return True
+
+    def _step_down(self) -> None:
+        if self.epoch:
+            log.warning("another placement has taken over from epoch %d: standing by", self.epoch)
+        self.epoch = 0
+        self.answerer.active.clear()
+
+    def _pause_s(self) -> float:
+        until_housekeeping = self._housekeeping_s + HOUSEKEEPING_S - time.monotonic()
+        return max(0.01, min(until_housekeeping, self.settings.placement.leader_ttl_s / 4))
+
+    # -- mirroring -------------------------------------------------------------------------------------------
+
+    def _resync(self) -> None:
+        self.store.take_changes(self.epoch, WINDOW)
+        self.mirror = Mirror()
+        self._noted.clear()
+        self._apply(self.store.snapshot(WINDOW))
+        self._stale = False
+
+    def _apply(self, changes: Changes) -> None:
+        for window in changes.lanes:
+            known = self.mirror.lanes.get(window.lane)
+            for _ in range(window.depth - (known.depth if known else 0)):
+                self.planner.mix.observe(window.demand)
+        self.mirror.apply(changes)
+        known_sets = self.mirror.cluster.tasksets
+        wanted = {device.tasks for device in changes.devices if device.tasks not in known_sets}
+        if wanted:
+            known_sets.update(self.store.tasksets(wanted))
+
+    # -- placing ---------------------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        """Plans and commits until a plan places nothing more, or a commit is refused and the mirror is stale."""
+        while True:
+            now_s = self.store.server_ms() / 1000
+            plan = self.planner.plan(self.mirror.cluster, self.mirror.waiting_lanes(), now_s, self.promises)
+            refused = self._commit(plan)
+            if not refused:
+                self.promises = plan.promises
+            exhausted = self.mirror.exhausted()
+            if exhausted:
+                self._apply(Changes(now_s, lanes=self.store.lane_windows(exhausted, WINDOW)))
+            if refused or not (plan.placements and exhausted):
+                break
+        self._recycle(plan)
+        self._note_waits(plan)
+
+    def _commit(self, plan: Plan) -> bool:
+        """Commits a plan's placements in one round trip; True if one was refused."""
+        batch = [self._prepared(placement) for placement in plan.placements]
+        answers = self.store.commit(
+            self.epoch,
+            batch,
+            self.settings.placement.ahead,
+            ignore_memory=self.planner.settings.ignore_memory,
+        )
+        refused = False
+        for placement, answer in zip(plan.placements, answers, strict=True):
+            if answer.status == "fenced":
+                raise FencedError
+            if answer.status == "committed":
+                self.mirror.placed(placement)
+            elif answer.status == "stale":
+                self.mirror.drop(placement.lane, placement.task_id)
+            else:
+                log.debug("%s: refused, %s short on %s", placement.task_id, answer.short, answer.uuid)
+                refused = True
+        return refused
+
+    def _prepared(self, placement: Placement) -> Commit:
+        window = self.mirror.lanes[placement.lane]
+        device = self.mirror.cluster.device(placement.devices[0])
+        assert device is not None
+        attempt = f"{self.epoch}-{next(self._numbers)}"
+        fields = attempt_fields(attempt, placement.devices, device.node, placement.demand.vram_mib, window.context_mib)
+        return Commit(
+            placement.task_id,
+            placement.lane,
+            attempt,
+            placement.devices,
+            device.node,
+            self.settings.broker.global_keyprefix + device.queue,
+            placement.demand.vram_mib,
+            slot(uuid.uuid4().hex, fields),
+        )
+
+    def _recycle(self, plan: Plan) -> None:
+        """Has idle executors replaced whose leftover alone keeps a lane's head from starting."""
+        for uuid_ in plan.recycle:
+            device = self.mirror.cluster.device(uuid_)
+            assert device is not None
+            short = [lane.demand.vram_mib - device.available_mib for lane in self.mirror.waiting_lanes()]
+            wanted = [mib for mib in short if 0 < mib <= device.reclaimable_mib]
+            if wanted:
+                self.store.doom(self.epoch, uuid_, min(wanted))
+
+    def _note_waits(self, plan: Plan) -> None:
+        """Writes a head's reason into its record when the head or the reason has changed."""
+        fresh: dict[str, Reason] = {}
+        for lane, reason in plan.waits.items():
+            window = self.mirror.lanes.get(lane)
+            if window and window.waiting and self._noted.get(lane) != (window.waiting[0][0], reason):
+                self._noted[lane] = (window.waiting[0][0], reason)
+                fresh[window.waiting[0][0]] = reason
+        self.store.note_waits(self.epoch, fresh)
+        for lane in self._noted.keys() - plan.waits.keys():
+            del self._noted[lane]
+
+    # -- housekeeping ----------------------------------------------------------------------------------------
+
+    def _keep_house(self) -> None:
+        self._expire()
+        self._bury_unfit()
+        self._lose_nodes()
+        self.store.forget_finished(self.settings.placement.retention_s, 1000)
+
+    def _expire(self) -> None:
+        ids = self.store.expired_ids(1000)
+        running = [i for i in ids if self.store.close(i, State.EXPIRED, EXPIRED, NOT_RUNNING) is not CloseAnswer.CLOSED]
+        self.store.not_expiring(running)
+
+    def _bury_unfit(self) -> None:
+        """Dead-letters tasks that no device seen so far could ever take, once their grace is over."""
+        now_s, grace_s = self.store.server_ms() / 1000, self.settings.intake.unfit_grace_s
+        for lane, (_, reason) in list(self._noted.items()):
+            window = self.mirror.lanes.get(lane)
+            if reason.code != "too_large" or window is None:
+                continue
+            for task_id, _, admitted_s in window.waiting:
+                if now_s - admitted_s >= grace_s:
+                    self.store.close(task_id, State.DEAD, reason, [State.WAITING])
+
+    def _lose_nodes(self) -> None:
+        """Declares silent nodes lost and places their attempts again (DESIGN, "Deaths")."""
+        timeout_s = self.settings.placement.lease_timeout_s
+        if time.monotonic() - self._hearing_since_s <= timeout_s:
+            return
+        for view in self.mirror.nodes.values():
+            if self.store.lose_node(self.epoch, view, timeout_s):
+                log.warning("node %s is lost: it has not renewed for %g s", view.node.name, timeout_s)
+        for name in {device.node for site in self.mirror.cluster for device in site.devices if device.state == "lost"}:
+            self._place_elsewhere(self.mirror.nodes[name], timeout_s)
+
+    def _place_elsewhere(self, view: NodeView, timeout_s: float) -> None:
+        reason = Reason("node_lost", f"node {view.node.name} has not renewed its lease for {timeout_s:g} s")
+        attempts, _ = self.store.books(view.devices)
+        for attempt in attempts:
+            self.store.lose(attempt, reason, counts=True, max_attempts=self.settings.placement.max_attempts)
+
+
+def make_planner(settings: Settings, *, ignore_memory: bool = False) -> Planner:
+    """The planner that the settings and their policy file ask for. Raises ``ConfigurationError``."""
+    choice = PolicyChoice.load(settings.placement.policy_file)
+    preset = PRESETS[choice.policy]
+    policy = preset(choice.weights.model_dump()) if choice.policy == "balanced" else preset()
+    return Planner(policy, PlannerSettings(ahead=settings.placement.ahead, ignore_memory=ignore_memory))
+
+
+def run(settings: Settings, *, ignore_memory: bool = False) -> None:
+    """Runs placement until SIGTERM or SIGINT, then hands over."""
+    stop = stop_on_signals()
+    planner = make_planner(settings, ignore_memory=ignore_memory)
+    store = open_store(settings, stop)
+    answerer = Answerer(settings, stop)
+    service = PlacementService(store, settings, planner, answerer)
+    threading.Thread(target=answerer.run, daemon=True).start()
+    serve(service, settings, stop)
+    service.resign()
