@@ -1,0 +1,153 @@
+"""What a node agent and the workers that it starts tell each other: environment variables and short messages.
+
+The agent says in a worker's environment which device it serves and where the agent listens. The worker says
+by datagram when it is ready, each executor that it exists, and an executor that something has changed, so
+that the agent reports memory at once. Only the greetings matter: what a lost notice would have told, the agent
+finds out at its next look.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from celery.signals import worker_process_init, worker_ready
+
+from brim.gpu.process import proc_id
+
+GREETING_TIMEOUT_S = 5.0
+"""How long a greeting waits for an agent that is too busy to take it."""
+
+MAX_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Which device a worker serves, and for whom. ``boot`` is new at every start of the worker."""
+
+    node: str
+    device: str
+    """UUID of the device."""
+    index: int
+    boot: str
+    agent: str
+    """Address of the agent's socket; see `Listener`."""
+
+    @property
+    def hostname(self) -> str:
+        """The worker's Celery node name."""
+        return f"gpu{self.index}@{self.node}"
+
+    @property
+    def queue(self) -> str:
+        """The queue that the worker consumes."""
+        return f"gpu.{self.node}.{self.index}"
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that carry this identity, and show the worker its device only."""
+        return {
+            "BRIM_NODE": self.node,
+            "BRIM_DEVICE": self.device,
+            "BRIM_DEVICE_INDEX": str(self.index),
+            "BRIM_BOOT": self.boot,
+            "BRIM_AGENT": self.agent,
+            "CUDA_VISIBLE_DEVICES": self.device,
+        }
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """The identity of this process's worker; None where no agent has started it."""
+        try:
+            return cls(
+                environment["BRIM_NODE"],
+                environment["BRIM_DEVICE"],
+                int(environment["BRIM_DEVICE_INDEX"]),
+                environment["BRIM_BOOT"],
+                environment["BRIM_AGENT"],
+            )
+        except KeyError:
+            return None
+
+
+class Event(StrEnum):
+    """What a worker tells its agent."""
+
+    READY = "ready"
+    """The worker consumes its queue."""
+    EXECUTOR = "executor"
+    """A pool process exists from now on."""
+    CHANGED = "changed"
+    """An attempt has ended, or memory has changed otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One message: ``proc`` ("<pid>.<start ticks>") sent it, a process of the worker with this ``boot``."""
+
+    event: Event
+    boot: str
+    proc: str
+
+
+class WorkerSide:
+    """The worker's end: greets by itself once attached, and `changed` is called after every end of an attempt."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self._identity = identity
+
+    def attach(self) -> None:
+        """Send the greetings when Celery says that the worker is ready and that a pool process has begun."""
+        worker_ready.connect(self._on_ready, weak=False, dispatch_uid="brim.agent_link.ready")
+        worker_process_init.connect(self._on_process_init, weak=False, dispatch_uid="brim.agent_link.executor")
+
+    def changed(self) -> None:
+        """Have the agent look now; never waits, and does nothing where no agent listens."""
+        self._tell(Event.CHANGED, 0.0)
+
+    def _on_ready(self, **_: Any) -> None:
+        self._tell(Event.READY, GREETING_TIMEOUT_S)
+
+    def _on_process_init(self, **_: Any) -> None:
+        self._tell(Event.EXECUTOR, GREETING_TIMEOUT_S)
+
+    def _tell(self, event: Event, timeout_s: float) -> None:
+        text = f"{event} {self._identity.boot} {proc_id()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel, suppress(OSError):
+            channel.settimeout(timeout_s)
+            channel.sendto(text.encode(), f"\0{self._identity.agent}")
+
+
+class Listener:
+    """The agent's end: a socket in Linux's abstract namespace, which leaves no file behind."""
+
+    def __init__(self) -> None:
+        self.address = f"brim-agent-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(f"\0{self.address}")
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._socket.fileno()
+
+    def receive(self) -> list[Notice]:
+        """What has come since last time; anything else than a notice is left out."""
+        notices: list[Notice] = []
+        while True:
+            try:
+                words = self._socket.recv(MAX_BYTES).decode(errors="replace").split()
+            except BlockingIOError:
+                return notices
+            with suppress(ValueError):
+                event, boot, proc = words
+                notices.append(Notice(Event(event), boot, proc))
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
