@@ -27,6 +27,7 @@ from brim.gpu import simulated
 from brim.gpu.probe import DeviceFault, NodeFault, Sample, open_probe
 from brim.gpu.process import is_alive, proc_id
 from brim.gpu.simulated import OutOfMemoryError
+from support.waiting import wait_until
 
 CONTEXT_MIB = 300
 
@@ -49,13 +50,6 @@ def sample(probe, uuid) -> Sample:
     found = probe.sample()[uuid]
     assert isinstance(found, Sample)
     return found
-
-
-def wait_until(condition, timeout_s: float = 20.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -295,7 +289,7 @@ def test_contending_processes_never_exceed_the_capacity_and_leave_nothing(probe,
         worker.start()
 
     # when: they contend
-    wait_until(lambda: victim.pid in sample(probe, uuid).processes)
+    wait_until(lambda: victim.pid in sample(probe, uuid).processes, what="the victim's first memory")
     while any(worker.is_alive() for worker in workers):
         seen = sample(probe, uuid)
         assert seen.used_mib == sum(seen.processes.values()) <= seen.total_mib
@@ -317,7 +311,7 @@ def test_a_process_killed_at_any_point_of_a_change_leaves_readable_books(probe, 
     for delay_ms in range(0, 30, 5):
         victim = spawn.Process(target=_contend, args=(uuid, delay_ms, 10**9))
         victim.start()
-        wait_until(lambda victim=victim: victim.pid in sample(probe, uuid).processes)
+        wait_until(lambda victim=victim: victim.pid in sample(probe, uuid).processes, what="its first memory")
         time.sleep(delay_ms / 1000)
         victim.kill()
         victim.join()
@@ -394,7 +388,22 @@ def test_a_process_is_named_by_pid_and_start_and_is_gone_as_a_zombie():
     assert not is_alive(f"{process.pid}.1")
 
     process.kill()
-    wait_until(lambda: proc_id(process.pid) is None)
+    wait_until(lambda: proc_id(process.pid) is None, what="the process is gone")
     assert not is_alive(name)
     process.wait()
     process.stdin.close()
+
+
+def test_a_pid_namespace_of_its_own_is_told_from_the_hosts():
+    code = "from brim.gpu.process import pids_are_the_hosts as ask; print(ask())"
+    environment = os.environ | {"PYTHONPATH": str(Path(simulated.__file__).parents[2])}
+    inside = subprocess.run(
+        ["unshare", "--user", "--pid", "--fork", sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if inside.returncode != 0:
+        pytest.skip(f"no namespaces here: {inside.stderr.strip()}")
+    assert inside.stdout.strip() == "False"

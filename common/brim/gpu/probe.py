@@ -21,16 +21,23 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One device's memory at one moment, in MiB.
+    """One device's memory at one moment, in MiB; used + free = total, and the driver's own reserve is in neither
+    where the driver tells it.
 
     ``processes`` maps each pid that uses the device to its memory, None where that is unknown (never 0 for
-    unknown). The pids are those of the host when the driver says so: inside a container they may name nobody.
+    unknown). Unless ``complete``, the list does not name all of this node's processes: the driver refuses it, or
+    its pids are the host's and this is a container.
     """
 
     total_mib: int
     used_mib: int
     free_mib: int
     processes: Mapping[int, int | None]
+    complete: bool = True
+
+    def of(self, pid: int) -> int | None:
+        """What that process of this node uses, None if unknown; 0 only where the list is known to be complete."""
+        return self.processes.get(pid, 0 if self.complete else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,3 +24,15 @@ def proc_id(pid: int | None = None) -> str | None:
 def is_alive(proc: str) -> bool:
     """Whether the process of that name still runs."""
     return proc_id(int(proc.partition(".")[0])) == proc
+
+
+def pids_are_the_hosts() -> bool:
+    """Whether this process's pids are those of the host, hence those that a driver reports.
+
+    Only the host's pid namespace has this inode number (``PROC_PID_INIT_INO`` of Linux); a container has another
+    unless it shares the host's pids (``pid: host``).
+    """
+    try:
+        return os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"
+    except OSError:
+        return False
