@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 
-from brim.celery.answers import Answers
 from tenacity import RetryCallState, Retrying, stop_when_event_set, wait_exponential_jitter
 from tenacity.nap import sleep_using_event
 
+from brim.celery.answers import Answers
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.connection import connect
@@ -31,7 +31,7 @@ class Answerer:
     def run(self) -> None:
         """Drains the outbox until ``stop``, while this placement is the active one."""
         patiently = Retrying(
-            wait=wait_exponential_jitter(initial=0.1, max=5.0),
+            wait=wait_exponential_jitter(multiplier=0.1, max=5.0),
             stop=stop_when_event_set(self.stop),
             sleep=sleep_using_event(self.stop),
             before_sleep=lambda state: (
@@ -50,7 +50,7 @@ class Answerer:
         """Writes the oldest answers; returns how many. Raises what the backend raises."""
         owed = self._store.owed(BATCH)
         for answer in owed:
-            self._answers.write(answer)
+            self._answers.write(answer.task_id, answer.state, answer.reason, answer.head, answer.tail)
             self._store.answered(answer)
         return len(owed)
 

@@ -101,11 +101,12 @@ class Intake:
         return len(answers)
 
     def learn_signatures(self) -> None:
-        """Takes over newly published signatures and estimates the tasks that waited for them."""
+        """Takes over newly published signatures, and estimates tasks that waited for them or are tried again."""
         published = self.store.signatures()
         self.signatures = {name: TaskSignature.model_validate_json(text) for name, text in published.items()}
         for lane in self.store.lane_depths():
-            if lane.startswith(UNESTIMATED) and lane.removeprefix(UNESTIMATED) in self.signatures:
+            task = lane.removeprefix(UNESTIMATED)
+            if lane.startswith(UNESTIMATED) and (task in self.signatures or self.table.profile(task) is None):
                 self._estimate_lane(lane)
 
     def _estimate_lane(self, lane: str) -> None:

@@ -51,7 +51,7 @@ def patiently(
 
     attempts = Retrying(
         retry=retry_if_exception(is_outage),
-        wait=wait_exponential_jitter(initial=0.1, max=2.0, jitter=0.2),
+        wait=wait_exponential_jitter(multiplier=0.1, max=2.0, jitter=0.2),
         stop=stop_when_event_set(stop),
         sleep=sleep_using_event(stop),
         before_sleep=away,

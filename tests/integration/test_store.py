@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+
 from brim.core.model import Demand, Identity, Node, Reason, State
 from brim.store import FencedError, Store
 from brim.store.types import (

@@ -144,3 +144,27 @@ class AttemptSide(Base):
             State.RUNNING,
         )
         return self.close(task_id, State.CANCELLED, reason, allowed)
+
+    def revive(self, task_id: str, lane: str, why: Reason) -> bool:
+        """Starts a new run of a dead-lettered task in ``lane`` (the unestimated one of its task).
+
+        False if it is not dead, its message could not be kept, or its producer has not been answered yet.
+        """
+        keys = self.keys
+        names = [
+            keys.task(task_id),
+            keys.story(task_id),
+            keys.counts,
+            keys.finished,
+            keys.lane(lane),
+            keys.lanes,
+            keys.changed,
+            keys.wake,
+        ]
+        return bool(self.runner.run("revive", names, [task_id, lane, dump(why)]))
+
+    def purge(self, task_id: str) -> bool:
+        """Removes the record of a task that has ended; False if it has not."""
+        keys = self.keys
+        names = [keys.task(task_id), keys.story(task_id), keys.counts, keys.finished, keys.tasks]
+        return bool(self.runner.run("forget", names, [task_id]))

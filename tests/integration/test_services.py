@@ -1,0 +1,234 @@
+"""Intake and placement on a real server: given published tasks, when the services step, then tasks are placed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+
+from brim.celery.envelope import parse
+from brim.celery.errors import TaskRejected
+from brim.core.attributes import TaskSignature
+from brim.core.model import Node, State
+from brim.core.profiles import ResourceTable
+from brim.settings import Settings
+from brim.store.types import DeviceRegistration, NodeRegistration, Outcome
+from brim_services.admission import NO_SIGNATURE
+from brim_services.answerer import Answerer
+from brim_services.intake import Intake
+from brim_services.loop import open_store
+from brim_services.placement import PlacementService, make_planner
+from support.celery_app import configure
+from support.waiting import wait_until
+
+TABLE = """
+profiles:
+  t.run: {vram: "1000 * n", context_mib: 300, margin: 1.0}
+"""
+
+
+class Pipeline:
+    """Intake and placement as one process, stepped by the test; a test's worker is played by store calls."""
+
+    def __init__(self, settings: Settings, app: Celery) -> None:
+        self.settings, self.app, self.stop = settings, app, threading.Event()
+        self.store = open_store(settings, self.stop)
+        table = ResourceTable.parse(TABLE, "table")
+        self.intake = Intake(self.store, settings, table, self.stop)
+        self.answerer = Answerer(settings, self.stop)
+        self.placement = PlacementService(self.store, settings, make_planner(settings), self.answerer)
+
+    def register(self, total_mib: int = 10_000, devices: int = 1, executors: int = 2) -> None:
+        signature = TaskSignature.from_callable(lambda n=1: n).model_dump_json()
+        found = [DeviceRegistration(f"GPU-{i}", i, "SIM", total_mib, 500) for i in range(devices)]
+        node = NodeRegistration(Node("n1"), "boot", executors, ["t.run"], {"t.run": signature}, found)
+        assert self.store.register_node(node)
+
+    def send(self, n: object = 1, **options: object) -> str:
+        name = options.pop("name", "t.run")
+        result = self.app.send_task(name, kwargs={"n": n}, queue="brim.intake", **options)
+        return str(result.id)
+
+    def settle(self) -> None:
+        """Steps both services and the answerer until nothing is left to do for them."""
+        self.intake._learnt_s = 0.0
+        self.intake.learn_signatures()
+        while self.intake.admit_batch(1000):
+            pass
+        self.placement.step()
+        self.placement.step()
+        self.answerer.drain()
+
+    def state(self, task_id: str) -> State:
+        record = self.store.record(task_id)
+        assert record is not None
+        return record.state
+
+    def run(self, task_id: str, state: State = State.SUCCEEDED) -> None:
+        record = self.store.record(task_id)
+        assert record is not None
+        assert record.attempt is not None
+        proc = f"{uuid.uuid4().int % 10_000}.1"
+        self.store.claim(task_id, record.attempt, "w1")
+        self.store.bind(task_id, record.attempt, record.devices, proc)
+        self.store.finish(task_id, record.attempt, proc)
+        self.store.end(task_id, record.attempt, record.devices, Outcome(state, leftover_mib=[0]))
+
+
+@pytest.fixture
+def pipeline(valkey_url: str, namespace: str) -> Iterator[Pipeline]:
+    app = configure(Celery("t", set_as_current=False), valkey_url, namespace)
+    settings = Settings.model_validate(
+        {
+            "redis": {"url": valkey_url},
+            "broker": {"global_keyprefix": namespace},
+            "intake": {"unfit_grace_s": 0.0},
+            "placement": {"leader_ttl_s": 1.0},
+        }
+    )
+    made = Pipeline(settings, app)
+    yield made
+    made.stop.set()
+    assert made.store.audit() == []
+
+
+def test_tasks_are_estimated_placed_and_pushed_to_the_devices_queue(pipeline: Pipeline) -> None:
+    pipeline.register()
+    task_id = pipeline.send(3)
+    pipeline.settle()
+    record = pipeline.store.record(task_id)
+    assert record is not None
+    assert (record.state, record.demand.vram_mib, record.devices) == (State.PLACED, 3328, ("GPU-0",))
+    raw = pipeline.store.client.rpop(f"{pipeline.settings.broker.global_keyprefix}gpu.n1.0")
+    message = parse(raw)
+    assert message.attempt is not None
+    assert (message.identity.task_id, message.attempt.attempt) == (task_id, record.attempt)
+    assert json.loads(raw)["properties"]["delivery_info"]["routing_key"] == "brim.intake"
+
+
+def test_what_does_not_fit_waits_with_its_reason_and_is_fed_when_an_attempt_ends(pipeline: Pipeline) -> None:
+    pipeline.register()
+    first, second = pipeline.send(6), pipeline.send(6)
+    pipeline.settle()
+    assert (pipeline.state(first), pipeline.state(second)) == (State.PLACED, State.WAITING)
+    record = pipeline.store.record(second)
+    assert record is not None
+    assert record.reason is not None
+    assert record.reason.code == "memory"
+    pipeline.run(first)
+    pipeline.settle()
+    assert pipeline.state(second) is State.PLACED
+
+
+def test_many_tasks_of_one_lane_all_run_in_order(pipeline: Pipeline) -> None:
+    pipeline.register(total_mib=100_000, executors=8)
+    ids = [pipeline.send(1) for _ in range(150)]
+    order: list[str] = []
+    while len(order) < len(ids):
+        pipeline.settle()
+        placed = [i for i in ids if pipeline.state(i) is State.PLACED]
+        order += placed
+        for task_id in placed:
+            pipeline.run(task_id)
+    assert order == ids
+
+
+def test_without_a_worker_tasks_wait_and_go_on_when_one_comes(pipeline: Pipeline) -> None:
+    task_id = pipeline.send(2)
+    pipeline.settle()
+    record = pipeline.store.record(task_id)
+    assert record is not None
+    assert (record.state, record.reason and record.reason.code) == (State.WAITING, "no_worker")
+    pipeline.register()
+    pipeline.settle()
+    assert pipeline.state(task_id) is State.PLACED
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"name": "t.unknown"}, "no_profile"),
+        ({"n": "many"}, "bad_attribute"),
+        ({"n": 100}, "too_large"),
+        ({"headers": {"brim": {"vram_mb": 1}}}, "bad_header"),
+    ],
+)
+def test_what_cannot_run_is_answered_with_the_reason(pipeline: Pipeline, message: dict[str, object], code: str) -> None:
+    pipeline.register()
+    task_id = pipeline.send(**message)
+    pipeline.settle()
+    pipeline.placement._keep_house()
+    pipeline.settle()
+    assert pipeline.state(task_id) is State.DEAD
+    with pytest.raises(TaskRejected) as caught:
+        pipeline.app.AsyncResult(task_id).get(timeout=5)
+    assert caught.value.code == code
+
+
+def test_an_expired_task_is_answered(pipeline: Pipeline) -> None:
+    task_id = pipeline.send(1, expires=0.05)
+    pipeline.settle()
+
+    def expired() -> bool:
+        pipeline.placement._keep_house()
+        return pipeline.state(task_id) is State.EXPIRED
+
+    wait_until(expired, what="expiry")
+    pipeline.answerer.drain()
+    with pytest.raises(TaskRevokedError):
+        pipeline.app.AsyncResult(task_id).get(timeout=5)
+
+
+def test_a_second_placement_stands_by_and_takes_over(pipeline: Pipeline) -> None:
+    pipeline.register()
+    pipeline.settle()
+    second = PlacementService(pipeline.store, pipeline.settings, make_planner(pipeline.settings), pipeline.answerer)
+    assert not second._lead()
+    pipeline.placement.resign()
+    assert second._lead()
+    task_id = pipeline.send(1)
+    pipeline.intake.learn_signatures()
+    pipeline.intake.admit_batch(10)
+    pipeline.placement._stale = False
+    pipeline.placement.step()
+    assert pipeline.placement.epoch == 0
+    second.step()
+    assert pipeline.state(task_id) is State.PLACED
+
+
+def test_noise_in_the_broker_list_is_a_dead_letter_and_the_rest_goes_on(pipeline: Pipeline) -> None:
+    pipeline.register()
+    pipeline.store.client.lpush(pipeline.intake.lists[0], b"\xff not a message")
+    task_id = pipeline.send(1)
+    pipeline.settle()
+    assert pipeline.state(task_id) is State.PLACED
+    assert pipeline.store.counts()[State.DEAD] == 1
+
+
+def test_a_dead_letter_is_tried_again_once_its_cause_is_gone(pipeline: Pipeline) -> None:
+    pipeline.register()
+    task_id = pipeline.send(1, name="t.later")
+    pipeline.settle()
+    assert pipeline.state(task_id) is State.DEAD
+    pipeline.intake.table = ResourceTable.parse(TABLE + "  t.later: {vram: 500}", "table")
+    assert pipeline.store.revive(task_id, "?t.later", NO_SIGNATURE)
+    pipeline.settle()
+    assert pipeline.state(task_id) is State.WAITING
+    node = NodeRegistration(
+        Node("n2"),
+        "boot",
+        1,
+        ["t.later"],
+        {"t.later": TaskSignature.from_callable(lambda n: n).model_dump_json()},
+        [DeviceRegistration("GPU-9", 0, "SIM", 9000, 0)],
+    )
+    pipeline.store.register_node(node)
+    pipeline.settle()
+    record = pipeline.store.record(task_id)
+    assert record is not None
+    assert (record.state, record.run) == (State.PLACED, 2)
