@@ -131,7 +131,6 @@ class Placement(Section):
     """The choice of a device, leases, and what is kept of finished tasks."""
 
     policy_file: Path = Field(Path("configs/placement.yaml"), description="policy and weights of the choice")
-    ignore_memory: bool = Field(False, description="place without looking at memory: only to see tasks run out of it")
     ahead: int = Field(1, ge=0, description="most tasks placed behind the busy executors of one device")
     lease_timeout_s: float = Field(15.0, gt=0, description="a node silent for this long is lost, in seconds")
     start_timeout_s: float = Field(

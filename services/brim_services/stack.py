@@ -38,7 +38,8 @@ class Ports:
 class Stack:
     """Redis, intake, placement, a node agent with the example's workers, its ordinary worker, and Flower.
 
-    ``devices`` is the setting BRIM_DEVICES. Data, logs and simulated devices live in ``folder``.
+    ``devices`` is the setting BRIM_DEVICES; ``ignore_memory`` makes placement blind to memory. Data, logs and
+    simulated devices live in ``folder``.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Stack:
         devices: str,
         ports: Ports,
         restart: Backoff | None = None,
+        *,
+        ignore_memory: bool = False,
     ) -> None:
         if not (EXAMPLE / "vision").is_dir():
             raise FileNotFoundError(f"the example is not there: {EXAMPLE} (run this from brim's repository)")
@@ -57,6 +60,7 @@ class Stack:
         self.devices = devices
         self.ports = ports
         self.restart = restart
+        self.ignore_memory = ignore_memory
         url = f"redis://{embedded.HOST}:{ports.redis}/0"
         self.settings = settings.model_copy(update={"redis": settings.redis.model_copy(update={"url": url})})
         client = redis.Redis.from_url(url, socket_timeout=settings.redis.socket_timeout_s)
@@ -105,7 +109,7 @@ class Stack:
         drain_s = self.settings.agent.drain_grace_s
         return [
             self._command("intake", [*brim, "intake"], STAGE_BRIM),
-            self._command("placement", [*brim, "placement"], STAGE_BRIM),
+            self._command("placement", [*brim, "placement", *["--ignore-memory"] * self.ignore_memory], STAGE_BRIM),
             self._command("agent", [*brim, "worker", "-A", "vision"], STAGE_WORKERS, grace_s=drain_s + 10.0),
             self._command(
                 "ordinary",

@@ -1,0 +1,388 @@
+"""The command line, `brim`: entry points of the processes, and a look at what they do.
+
+Commands are thin. With ``--json`` standard output carries JSON alone (services log JSON lines); errors go to
+standard error with an exit code other than 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import redis
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from brim.core.attributes import BrimHeader, EstimateError
+from brim.core.model import Reason, State, canonical
+from brim.core.profiles import ResourceTable, TableError, estimate
+from brim.gpu.probe import NodeFault
+from brim.settings import ConfigurationError, PolicyChoice, Settings
+from brim.store import Store
+from brim.store.connection import ServerRefused, address, connect
+from brim.store.types import CloseAnswer
+from brim_services import logs
+from brim_services.dashboard import Snapshot, render, story_lines, task_table
+
+app = typer.Typer(
+    help="A GPU-memory-aware scheduler for Celery.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+JsonLog = Annotated[bool, typer.Option("--json", help="Log JSON lines.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Log more.")]
+
+
+class Refusal(Exception):
+    """What a user asked for cannot be done; the message says why."""
+
+
+def main() -> None:
+    """Runs the command line; a user's error is one message, never a traceback."""
+    try:
+        app()
+    except (ConfigurationError, TableError, ServerRefused, NodeFault, Refusal, FileNotFoundError) as error:
+        sys.exit(f"brim: {error}")
+    except redis.RedisError as error:
+        where = address(Settings.load(_chosen.config).redis.url)
+        sys.exit(f"brim: Redis at {where}: {error}")
+
+
+class _Chosen:
+    """What stands before the command."""
+
+    config: Path | None = None
+
+
+_chosen = _Chosen()
+
+
+@app.callback()
+def common(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Settings file (default: BRIM_CONFIG, else configs/brim.toml if it exists). "
+            "BRIM_<SECTION>__<NAME> variables override it.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """A GPU-memory-aware scheduler for Celery."""
+    _chosen.config = config
+
+
+# -- everything on one machine ---------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    tasks: Annotated[int, typer.Option(min=1, help="How many tasks to publish.")] = 300,
+    seed: Annotated[int, typer.Option(help="Which tasks: the same seed, the same tasks.")] = 1,
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="Place without looking at memory, to see tasks run out of it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on the last line.")] = False,
+) -> None:
+    """Run mixed tasks on four simulated GPUs and sum up; exit 0 only if all of it held."""
+    from brim_services.demo import Demo
+
+    raise typer.Exit(Demo(tasks, seed, ignore_memory=ignore_memory, as_json=as_json).run())
+
+
+@app.command()
+def up(
+    folder: Annotated[Path, typer.Option(help="Where data and logs are kept.")] = Path(".brim"),
+    redis_port: Annotated[int, typer.Option(help="Port of Redis; a free one if it is taken.")] = 6379,
+    flower_port: Annotated[int, typer.Option(help="Port of Flower; a free one if it is taken.")] = 5555,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the addresses as one JSON line.")] = False,
+) -> None:
+    """Start Redis, brim, the example's workers and Flower; stop them all on Ctrl-C.
+
+    BRIM_DEVICES chooses the devices (sim:4x24GiB, nvml); by default NVML's where there are any.
+    """
+    from brim_services.stack import Ports
+    from brim_services.up import up as run
+
+    raise typer.Exit(run(_settings(), folder, Ports.preferred(redis_port, flower_port), as_json=as_json))
+
+
+# -- the processes of a cluster --------------------------------------------------------------------------------
+
+
+@app.command()
+def intake(as_json: JsonLog = False, debug: Debug = False) -> None:
+    """Run intake: from the broker into overflow. Any number of replicas."""
+    from brim_services.intake import run
+
+    logs.set_up(as_json=as_json, debug=debug)
+    run(_settings())
+
+
+@app.command()
+def placement(
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="Place without looking at memory; only for demonstration.")
+    ] = False,
+    as_json: JsonLog = False,
+    debug: Debug = False,
+) -> None:
+    """Run placement: from overflow to the GPUs. One is active, others stand by."""
+    from brim_services.placement import run
+
+    logs.set_up(as_json=as_json, debug=debug)
+    run(_settings(), ignore_memory=ignore_memory)
+
+
+@app.command()
+def worker(
+    celery_app: Annotated[str, typer.Option("-A", "--app", help="The Celery app, as for `celery -A`.")],
+    as_json: JsonLog = False,
+    debug: Debug = False,
+) -> None:
+    """Run this node's agent, which starts one Celery worker for each of its GPUs."""
+    from brim_services.agent import run
+
+    logs.set_up(as_json=as_json, debug=debug)
+    run(_settings(), celery_app)
+
+
+# -- looking at it ---------------------------------------------------------------------------------------------
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Print the availability table, overflow and the queues."""
+    settings, store = _open()
+    snapshot = Snapshot.of(store)
+    lanes = _lanes(store, snapshot.depths)
+    queues = _queues(settings, store, [device.queue for device in snapshot.devices])
+    if as_json:
+        devices = [
+            {**canonical(device), "available_mib": device.available_mib, **snapshot.figures.get(device.uuid, {})}
+            for device in snapshot.devices
+        ]
+        _print_json({"devices": devices, "overflow": lanes, "queues": queues, "tasks": snapshot.counts})
+        return
+    console.print(render(snapshot, f"{len(snapshot.devices)} devices (MiB)"))
+    for lane in lanes:
+        console.print(f"  {lane['lane']}: {lane['depth']} waiting; the first: {lane['reason'] or 'not tried yet'}")
+    console.print("queues  " + "  ".join(f"{name} {length}" for name, length in queues.items()))
+
+
+@app.command()
+def tasks(
+    state: Annotated[State | None, typer.Option(help="Only those in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """List tasks that brim knows."""
+    _, store = _open()
+    records = store.list_tasks(state, limit)
+    if as_json:
+        _print_json([canonical(record) for record in records])
+        return
+    console.print(task_table(records))
+
+
+@app.command()
+def show(task_id: Annotated[str, typer.Argument(help="The Celery task id.")], as_json: Json = False) -> None:
+    """Tell a task's whole story, with times and reasons."""
+    _, store = _open()
+    record, story = store.record(task_id), store.story(task_id)
+    if record is None:
+        raise Refusal(
+            f"task {task_id} is not known: never admitted, without a profile, or ended longer ago than "
+            "placement.retention_s"
+        )
+    if as_json:
+        _print_json({"record": canonical(record), "story": story})
+        return
+    console.print(Text(f"{record.task}  {record.task_id}", "bold"))
+    facts = {
+        "state": record.state,
+        "reason": record.reason,
+        "demand": f"{record.demand.vram_mib} MiB" + f" on {record.demand.gpus} GPUs" * (record.demand.gpus > 1),
+        "peak": None if record.peak_mib is None else f"{record.peak_mib} MiB",
+        "priority": record.priority,
+        "node": record.node,
+        "devices": ", ".join(record.devices),
+        "attempts": f"{record.attempts}, {record.losses} lost",
+    }
+    for name, value in facts.items():
+        if value not in (None, ""):
+            console.print(f"{name:9} {value}")
+    for line in story_lines(story):
+        console.print(line)
+
+
+@app.command()
+def cancel(
+    task_ids: Annotated[list[str], typer.Argument(help="Celery task ids.")],
+    as_json: Json = False,
+) -> None:
+    """Cancel tasks wherever they are; a running one is terminated."""
+    settings, store = _open()
+    reason = Reason("cancelled", "cancelled by `brim cancel`")
+    answers = {task_id: store.cancel(task_id, reason) for task_id in task_ids}
+    running = [task_id for task_id, answer in answers.items() if answer is CloseAnswer.MARKED]
+    if running:
+        _terminate(settings, running)
+    if as_json:
+        _print_json(answers)
+    for task_id, answer in answers.items():
+        if not as_json:
+            console.print(f"{task_id}: {CANCELLED[answer]}")
+    if not all(answer in (CloseAnswer.CLOSED, CloseAnswer.MARKED) for answer in answers.values()):
+        raise typer.Exit(1)
+
+
+CANCELLED = {
+    CloseAnswer.CLOSED: "cancelled",
+    CloseAnswer.MARKED: "runs; its worker has been told to terminate it",
+    CloseAnswer.REFUSED: "not cancelled: it has ended, or is just ending",
+    CloseAnswer.UNKNOWN: "not cancelled: brim does not know it",
+}
+
+
+@app.command("audit")
+def audit_books(as_json: Json = False) -> None:
+    """Recompute every device's books from the leases; exit 1 if anything differs."""
+    _, store = _open()
+    differences = store.audit()
+    if as_json:
+        _print_json({"differences": differences})
+    else:
+        console.print("\n".join(differences) or "no difference")
+    raise typer.Exit(1 if differences else 0)
+
+
+# -- before it runs --------------------------------------------------------------------------------------------
+
+
+@app.command("estimate")
+def estimate_demand(
+    task: Annotated[str, typer.Argument(help="The task's name.")],
+    attr: Annotated[list[str] | None, typer.Option(help="An attribute, as width=4096; repeat it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how much memory a task would reserve, and why."""
+    table = _table(_settings())
+    profile = table.profile(task)
+    if profile is None:
+        raise Refusal(f"no profile for {task}; the table has: {', '.join(row.name for row in table)}")
+    try:
+        found = estimate(profile, BrimHeader(), dict(map(_attribute, attr or [])))
+    except EstimateError as error:
+        raise Refusal(f"{task}: {error.reason}") from error
+    if as_json:
+        _print_json({"task": task, **canonical(found)})
+        return
+    console.print(f"{task}: profile {found.profile}")
+    console.print(f"{found}")
+
+
+@app.command("check-config")
+def check_config(as_json: Json = False) -> None:
+    """Validate the settings, the resource table and the placement policy."""
+    checked, problems = ["settings"], list[str]()
+    settings = _settings()
+    for path, load in ((settings.resources.table, _table), (settings.placement.policy_file, _policy)):
+        try:
+            load(settings)
+            checked.append(str(path))
+        except (ConfigurationError, TableError) as error:
+            problems += map(str, error.problems)
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+    if as_json:
+        _print_json({"checked": checked, "problems": problems})
+    else:
+        for name in checked:
+            console.print(f"{name}: good")
+        for problem in problems:
+            print(problem, file=sys.stderr)
+    raise typer.Exit(1 if problems else 0)
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------
+
+
+def _settings() -> Settings:
+    return Settings.load(_chosen.config)
+
+
+def _open() -> tuple[Settings, Store]:
+    settings = _settings()
+    return settings, Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+
+
+def _table(settings: Settings) -> ResourceTable:
+    path = settings.resources.table
+    return ResourceTable.parse(path.read_text(), str(path))
+
+
+def _policy(settings: Settings) -> PolicyChoice:
+    return PolicyChoice.load(settings.placement.policy_file)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value))
+
+
+def _attribute(text: str) -> tuple[str, Any]:
+    """``width=4096``: a number, true or false, else a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise Refusal(f"--attr {text}: an attribute is given as NAME=VALUE")
+    for read in (int, float, {"true": True, "false": False}.__getitem__):
+        try:
+            return name, read(value)
+        except (ValueError, KeyError):
+            continue
+    return name, value
+
+
+def _lanes(store: Store, depths: Mapping[str, int]) -> list[dict[str, Any]]:
+    lanes = []
+    for lane, depth in sorted(depths.items(), key=lambda item: -item[1]):
+        first = store.records(store.lane_ids(lane, 1))
+        reason = str(first[0].reason) if first and first[0].reason else None
+        lanes.append({"lane": lane, "depth": depth, "reason": reason})
+    return lanes
+
+
+def _queues(settings: Settings, store: Store, device_queues: list[str]) -> dict[str, int]:
+    """Messages in the broker's lists, by queue."""
+    from brim.celery.envelope import BrokerLayout
+
+    broker = settings.broker
+    layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+    lists = {queue: layout.lists(queue) for queue in [broker.intake_queue, *device_queues]}
+    lengths = store.queue_lengths([name for names in lists.values() for name in names])
+    return {queue: sum(lengths[name] for name in names) for queue, names in lists.items()}
+
+
+def _terminate(settings: Settings, task_ids: list[str]) -> None:
+    from celery import Celery
+
+    broker = settings.broker
+    sender = Celery(broker=settings.redis.url)
+    sender.conf.broker_transport_options = {
+        "global_keyprefix": broker.global_keyprefix,
+        "sep": broker.sep,
+        "priority_steps": list(broker.priority_steps),
+    }
+    sender.control.revoke(task_ids, terminate=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`brim up`: the whole stack on this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from brim.gpu.probe import NodeFault, open_probe
+from brim.settings import Settings
+from brim_services.stack import Ports, Stack
+from brim_services.supervise import Backoff, ChildDied, Supervisor, termination_requested
+
+SIMULATED = "sim:4x24GiB"
+
+
+def devices_setting() -> str:
+    """BRIM_DEVICES where it is set, else NVML's devices where there are any, else simulated ones."""
+    chosen = os.environ.get("BRIM_DEVICES")
+    if chosen:
+        return chosen
+    try:
+        probe = open_probe(None)
+        try:
+            return "nvml" if probe.devices() else SIMULATED
+        finally:
+            probe.close()
+    except NodeFault:
+        return SIMULATED
+
+
+def up(settings: Settings, folder: Path, ports: Ports, *, as_json: bool) -> int:
+    """Start the stack, print its addresses, keep it running; the exit code."""
+    console = Console(stderr=as_json)
+    backoff = Backoff(settings.agent.restart_backoff_s, settings.agent.restart_backoff_max_s)
+    with termination_requested() as stop, Supervisor(folder / "logs") as supervisor:
+        stack = Stack(supervisor, folder.absolute(), settings, devices_setting(), ports, backoff)
+        try:
+            stack.start(lambda what: console.print(f"[dim]starting:[/] {what}", highlight=False))
+        except (ChildDied, TimeoutError) as error:
+            console.print(f"[red]brim up failed:[/] {error}\nlogs are in {folder / 'logs'}", highlight=False)
+            return 1
+        addresses = {
+            "redis": stack.url,
+            "flower": stack.flower_url,
+            "devices": stack.devices,
+            "logs": str(folder / "logs"),
+        }
+        if as_json:
+            print(json.dumps(addresses), flush=True)
+        for name, value in addresses.items():
+            console.print(f"{name:8} {value}", highlight=False)
+        console.print("Ctrl-C stops it all.")
+        while not stop():
+            for death in supervisor.poll():
+                console.print(f"[yellow]{death}[/]", highlight=False)
+            time.sleep(0.2)
+        console.print("stopping")
+    return 0
