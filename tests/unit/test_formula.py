@@ -82,6 +82,9 @@ def test_a_formula_is_arithmetic_over_attributes(text, attributes, expected):
         ("len('text')", "takes the name of an attribute"),
         ("min + 1", "used like an attribute"),
         ("1e999", "too large"),
+        ("1 / 0 + a", "cannot be evaluated: .*division by zero"),
+        ("3 - 4", "gives -1, which is no amount"),
+        ("1e300 * 1e300 + a", "gives inf"),
         ("1" + "0" * 400, "too large"),
         ("-" * 60 + "1", "nested deeper"),
         ("1 if " + "not " * 60 + "a else 2", "nested deeper"),
@@ -172,3 +175,32 @@ def test_equal_texts_make_equal_formulas():
     assert Formula.parse("1 + a") == Formula.parse("1 + a")
     assert len({Formula.parse("1 + a"), Formula.parse("1 + a")}) == 1
     assert Formula.parse("1 + a") != Formula.parse("a + 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "summands", "rescaled"),
+    [
+        ("1200 + 0.5 * a * b", (1200, 3), "900 + 1 * a * b"),
+        ("a - b * 2 - 3 + 14", (11, 2, -6), "900 + 2 * a - 2 * (b * 2)"),
+        ("-(a - 30) + 3 * b", (30, -2, 9), "900 - 2 * a + 6 * b"),
+        ("2 * a / 4 + b // 2", (0, 1, 1), "900 + 4 * a / 4 + 2 * (b // 2)"),
+        ("4 * max(a, b) ** 2", (0, 36), "900 + 8 * max(a, b) ** 2"),
+        ("7 if a > 1.5 else 8", (0, 7), "900 + 2 * (7 if a > 1.5 else 8)"),
+        ("1 / a", (0, 0.5), "900 + 2 * (1 / a)"),
+        ("42", (42,), "900"),
+    ],
+)
+def test_a_formula_is_a_sum_whose_terms_can_be_rescaled(text, summands, rescaled):
+    formula = Formula.parse(text)
+    values = {"a": 2, "b": 3}
+    assert formula.summands(values) == summands
+    assert formula.evaluate(values) == sum(summands)
+    assert formula.rescaled(900, [2] * len(formula.terms)).text == rescaled
+
+
+@given(AMOUNTS, AMOUNTS, st.floats(0, 1e4), st.tuples(*[st.floats(0.01, 10)] * 3))
+def test_a_rescaled_formula_computes_the_rescaled_terms(a, b, constant, factors):
+    formula = Formula.parse("100 + 0.00025 * a * b + 3 * a / 7 + max(a, b)")
+    _, *terms = formula.summands({"a": a, "b": b})
+    expected = constant + sum(factor * term for factor, term in zip(factors, terms, strict=True))
+    assert formula.rescaled(constant, factors).evaluate({"a": a, "b": b}) == pytest.approx(expected, rel=2e-3, abs=1)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -47,14 +48,25 @@ class FormulaError(ValueError):
     """A formula that the table must not contain; the message says what is wrong with it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of a formula that depends on attributes."""
+
+    sign: float
+    node: ast.expr
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Formula:
-    """A checked formula. Equal texts make equal formulas."""
+    """A checked formula: a sum of a constant and of terms over attributes. Equal texts make equal formulas."""
 
     text: str
     uses: Mapping[str, Use]
     """Each attribute that it needs, and how it is used."""
-    tree: ast.expr
+    constant: float
+    """What its outermost sum adds whatever the attributes are."""
+    terms: tuple[Term, ...]
+    """The other summands of its outermost sum, in the order of the text."""
 
     @classmethod
     def parse(cls, text: str) -> Formula:
@@ -71,26 +83,47 @@ class Formula:
             raise FormulaError(f"{shorten(text)!r} cannot be parsed: {error}") from None
         check = _Check(text)
         check.number(tree)
-        return cls(text, check.uses, tree)
+        summands = list(_summands(tree, 1.0))
+        terms = tuple(Term(sign, node) for sign, node in summands if _has_names(node))
+        try:
+            constant = sum(sign * _evaluate(node, {}, text) for sign, node in summands if not _has_names(node))
+        except (ArithmeticError, ValueError) as error:
+            raise FormulaError(f"{shorten(text)!r} cannot be evaluated: {error}") from None
+        if not math.isfinite(constant) or (constant < 0 and not terms):
+            raise FormulaError(f"{shorten(text)!r} gives {constant:g}, which is no amount")
+        return cls(text, check.uses, float(constant), terms)
 
     def evaluate(self, attributes: Mapping[str, object]) -> float:
         """The formula's value: finite and ≥ 0.
 
         Raises ``EstimateError`` with code ``missing_attribute``, ``bad_attribute`` or ``bad_estimate``.
         """
+        return sum(self.summands(attributes))
+
+    def summands(self, attributes: Mapping[str, object]) -> tuple[float, ...]:
+        """The constant and the value of each term, which add up to the formula's value.
+
+        Raises as ``evaluate`` does.
+        """
         values = {name: self._value(name, use, attributes) for name, use in self.uses.items()}
-        token = _names.set(values)
         try:
-            result = _EVALUATOR.eval(self.text, self.tree)
+            found = [term.sign * _evaluate(term.node, values, self.text) for term in self.terms]
         except (ArithmeticError, ValueError) as error:
             self._fail(f"cannot be evaluated: {error}", values)
-        finally:
-            _names.reset(token)
+        result = sum(found, self.constant)
         if not math.isfinite(result):
             self._fail("gives no finite number", values)
         if result < 0:
             self._fail(f"gives {result:g}, which is negative", values)
-        return float(result)
+        return (self.constant, *found)
+
+    def rescaled(self, constant: float, factors: Sequence[float]) -> Formula:
+        """The same formula with another constant and each term multiplied by its factor (all ≥ 0)."""
+        summands = [f"{constant:.0f}"] if round(constant) or not self.terms else []
+        for term, factor in zip(self.terms, factors, strict=True):
+            sign = ("-" if term.sign < 0 else "") if not summands else ("- " if term.sign < 0 else "+ ")
+            summands.append(sign + _scaled_text(term.node, factor))
+        return Formula.parse(" ".join(summands))
 
     def _value(self, name: str, use: Use, attributes: Mapping[str, object]) -> object:
         if name not in attributes:
@@ -239,6 +272,57 @@ class _Check:
     def _refuse(self, node: ast.expr, problem: str) -> NoReturn:
         part = ast.get_source_segment(self.text.strip(), node) or type(node).__name__
         raise FormulaError(f"{shorten(part)!r} {problem}")
+
+
+def _summands(node: ast.expr, sign: float) -> Iterator[tuple[float, ast.expr]]:
+    """The signed parts of an outermost sum, from left to right."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
+            yield from _summands(left, sign)
+            yield from _summands(right, -sign if isinstance(op, ast.Sub) else sign)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            yield from _summands(operand, -sign)
+        case _:
+            yield sign, node
+
+
+def _has_names(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Name) and part.id not in FUNCTIONS for part in ast.walk(node))
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, object], text: str) -> float:
+    token = _names.set(values)
+    try:
+        return float(_EVALUATOR.eval(text, node))
+    finally:
+        _names.reset(token)
+
+
+def _scaled_text(node: ast.expr, factor: float) -> str:
+    """A term multiplied by a factor, which joins the number that the term begins with, if there is one."""
+    match node:
+        case ast.BinOp(left=ast.Constant(value=float() as value), op=ast.Mult(), right=right):
+            return f"{_short(value * factor)} * {_factor_text(right)}"
+        case ast.BinOp(left=ast.BinOp(op=ast.Mult()) as left, op=ast.Mult() | ast.Div() as op, right=right):
+            symbol = "*" if isinstance(op, ast.Mult) else "/"
+            return f"{_scaled_text(left, factor)} {symbol} {_factor_text(right)}"
+    return f"{_short(factor)} * {_factor_text(node)}"
+
+
+def _factor_text(node: ast.expr) -> str:
+    simple = isinstance(node, ast.Name | ast.Call | ast.Constant) or (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+    )
+    return _plain(node) if simple else f"({_plain(node)})"
+
+
+def _plain(node: ast.expr) -> str:
+    """The node's source, with the whole numbers that checking made floats written as whole numbers."""
+    return re.sub(r"(?<![\w.])(\d+)\.0(?![\w.])", r"\1", ast.unparse(node))
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.0f}"
 
 
 def _literal(value: int | float) -> float:

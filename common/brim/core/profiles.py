@@ -15,9 +15,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -97,6 +97,11 @@ def _formula(value: object) -> Formula:
     return Formula.parse(str(parse_mib(value)))
 
 
+def _unquoted_switch(value: object) -> object:
+    """YAML reads a bare ``off`` or ``on`` as a flag."""
+    return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+
+
 Mib = Annotated[int, BeforeValidator(parse_mib)]
 Model = TypeVar("Model", bound=BaseModel)
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -128,6 +133,8 @@ class ProfileDefaults(BaseModel):
     """Attributes for tasks that do not give them."""
     max_mib: Annotated[Mib, Field(gt=0)] | None = None
     """A demand above this is refused: the guard against absurd attributes."""
+    calibration: Annotated[Literal["off", "suggest", "on"], BeforeValidator(_unquoted_switch)] = "suggest"
+    """Whether measured peaks are learned from (``suggest``) and what they teach is reserved (``on``)."""
 
 
 class Profile(ProfileDefaults):
@@ -219,13 +226,26 @@ class Part:
     mib: float
 
 
+class Learned(Protocol):
+    """What measured peaks have taught about a profile; `brim.core.calibration` learns it."""
+
+    def reserve_mib(self, summands: Sequence[float], declared_mib: float, gpu_models: Sequence[str]) -> float | None:
+        """The amount to reserve instead of the declared one; None while too little is known.
+
+        ``summands`` are those of `Estimate`. Empty ``gpu_models`` mean that any model may be chosen.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What one task asks for, and why.
 
-    ``context_mib`` is what its process is taken to keep when its memory stays unknown after the end.
-    ``priority`` is None when neither header nor profile sets one. ``attributes`` are those that the
-    formula read. The demand's ``vram_mib`` is the sum of ``parts``, rounded up to its size class.
+    The demand's ``vram_mib`` is the sum of ``parts``, rounded up to its size class. ``context_mib`` is
+    what the task's process is taken to keep when its memory stays unknown after the end. ``priority`` is
+    None when neither header nor profile sets one. ``summands`` (MiB) are what calibration learns from:
+    the declared need without margin, as its fixed part (context, weights, the formula's constant) and the
+    formula's terms; empty when the header gave the amount. ``suggested_mib`` is what calibration would
+    reserve, None while it knows too little.
     """
 
     demand: Demand
@@ -233,48 +253,53 @@ class Estimate:
     priority: int | None
     profile: str | None
     parts: tuple[Part, ...]
-    attributes: Mapping[str, Any]
+    summands: tuple[float, ...]
+    suggested_mib: int | None
 
     def __str__(self) -> str:
-        summands = " + ".join(f"{part.mib:.0f} ({part.label})" for part in self.parts)
-        return f"{summands} = {sum(part.mib for part in self.parts):.0f}, reserved {self.demand.vram_mib} MiB"
+        sums = " + ".join(f"{part.mib:.0f} ({part.label})" for part in self.parts)
+        return f"{sums} = {sum(part.mib for part in self.parts):.0f}, reserved {self.demand.vram_mib} MiB"
 
 
 NO_PROFILE = ProfileDefaults()
 """What holds for a task that has no profile and brings its demand in the header."""
 
 
-def estimate(profile: Profile | None, header: BrimHeader, bound: Mapping[str, Any]) -> Estimate:
+def estimate(
+    profile: Profile | None, header: BrimHeader, bound: Mapping[str, Any], learned: Learned | None = None
+) -> Estimate:
     """Work out a task's demand from its profile, its brim header and its bound arguments.
 
     Raises ``EstimateError``: ``no_profile`` (nor ``vram_mib`` in the header), ``missing_attribute``,
-    ``bad_attribute``, ``bad_estimate``, ``above_bound`` (the profile's ``max_mib``).
+    ``bad_attribute``, ``bad_estimate``, ``above_bound`` (the profile's ``max_mib``). What was learned
+    never refuses a task: it is kept within ``max_mib``.
     """
     row = profile or NO_PROFILE
-    attributes: dict[str, Any] = {}
-    parts: tuple[Part, ...]
+    models = (header.gpu_model,) if header.gpu_model else tuple(sorted(set(row.gpu_models)))
+    summands: tuple[float, ...] = ()
+    suggested_mib = None
     if header.vram_mib is not None:
-        parts = (Part("asked for in the header", header.vram_mib),)
+        parts: tuple[Part, ...] = (Part("asked for in the header", header.vram_mib),)
+        _check_bounds(header.vram_mib, row.max_mib)
     elif profile is None:
         message = "the table has no profile for this task, and its header gives no vram_mib"
         raise EstimateError(Reason("no_profile", message))
     else:
-        merged = merge_attributes(bound, header.attributes, profile.defaults)
-        vram_mib = profile.vram.evaluate(merged)
-        attributes = {name: merged[name] for name in profile.vram.uses}
-        parts = (
-            Part("context", profile.context_mib),
-            Part("weights", profile.weights_mib),
-            Part(f"{profile.margin:g} × {vram_mib:.0f} from {profile.vram}", profile.margin * vram_mib),
-        )
-    total_mib = sum(part.mib for part in parts)
-    _check_bounds(total_mib, row.max_mib)
+        parts, summands = _declared(profile, merge_attributes(bound, header.attributes, profile.defaults))
+        declared_mib = sum(part.mib for part in parts)
+        _check_bounds(declared_mib, profile.max_mib)
+        if learned is not None and profile.calibration != "off":
+            suggested = learned.reserve_mib(summands, declared_mib, models)
+            if suggested is not None:
+                suggested_mib = math.ceil(min(suggested, profile.max_mib or MAX_MIB))
+        if profile.calibration == "on" and suggested_mib is not None:
+            parts = (Part(f"learned from measured peaks; {declared_mib:.0f} declared", suggested_mib),)
     demand = Demand(
-        vram_mib=size_class(total_mib),
+        vram_mib=size_class(sum(part.mib for part in parts)),
         gpus=row.gpus,
         cpus=row.cpus,
         ram_mib=row.ram_mib,
-        gpu_models=(header.gpu_model,) if header.gpu_model else tuple(sorted(set(row.gpu_models))),
+        gpu_models=models,
         labels=tuple(sorted((row.labels | header.labels).items())),
     )
     return Estimate(
@@ -282,9 +307,23 @@ def estimate(profile: Profile | None, header: BrimHeader, bound: Mapping[str, An
         context_mib=min(row.context_mib, demand.vram_mib),
         priority=row.priority if header.priority is None else header.priority,
         profile=profile.name if profile else None,
-        parts=tuple(part for part in parts if part.mib),
-        attributes=attributes,
+        parts=parts,
+        summands=summands,
+        suggested_mib=suggested_mib,
     )
+
+
+def _declared(profile: Profile, attributes: Mapping[str, Any]) -> tuple[tuple[Part, ...], tuple[float, ...]]:
+    """The parts of the declared demand, and the summands of the need without margin."""
+    constant, *terms = profile.vram.summands(attributes)
+    vram_mib = sum(terms, constant)
+    parts = (
+        Part("context", profile.context_mib),
+        Part("weights", profile.weights_mib),
+        Part(f"{profile.margin:g} × {vram_mib:.0f} from {profile.vram}", profile.margin * vram_mib),
+    )
+    fixed_mib = profile.context_mib + profile.weights_mib + constant
+    return tuple(part for part in parts if part.mib), (fixed_mib, *terms)
 
 
 def lane_of(task: str, demand: Demand) -> str:
