@@ -72,14 +72,13 @@ def priority_of(envelope: Envelope, found: Estimate) -> int:
 
 
 def explain(found: Estimate) -> dict[str, object]:
-    """An estimate for a task's story."""
+    """An estimate for a task's story; calibration learns from its ``summands``."""
     return {
         "vram_mib": found.demand.vram_mib,
         "profile": found.profile,
         "sum": str(found),
-        "attributes": {
-            name: value for name, value in found.attributes.items() if isinstance(value, bool | int | float)
-        },
+        "attributes": dict(found.attributes),
+        "summands": list(found.summands),
     }
 
 

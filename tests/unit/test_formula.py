@@ -171,6 +171,15 @@ def test_a_formula_tells_what_it_needs():
     }
 
 
+def test_what_it_read_can_be_shown():
+    formula = Formula.parse("w + len(text) if mode == 'x' else w")
+    assert formula.inputs({"w": 3, "text": "abc", "mode": "y" * 100, "other": 1}) == {
+        "w": 3,
+        "len(text)": 3,
+        "mode": "y" * 59 + "…",
+    }
+
+
 def test_equal_texts_make_equal_formulas():
     assert Formula.parse("1 + a") == Formula.parse("1 + a")
     assert len({Formula.parse("1 + a"), Formula.parse("1 + a")}) == 1

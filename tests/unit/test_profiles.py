@@ -76,6 +76,7 @@ def test_the_demand_is_the_sum_with_the_margin_on_the_formula_alone():
     assert found.demand == Demand(vram_mib=size_class(3224), labels=(("zone", "a"),))
     assert (found.context_mib, found.priority, found.profile) == (400, 4, "vision.segment")
     assert found.summands == (400 + 1024 + 1000, 200)
+    assert found.attributes == {"width": 1000, "height": 2000, "batch": 1}
     assert str(found) == (
         "400 (context) + 1024 (weights) + 1800 (1.5 × 1200 from 1000 + 0.0001 * width * height * batch)"
         " = 3224, reserved 3264 MiB"

@@ -109,13 +109,24 @@ class Formula:
         try:
             found = [term.sign * _evaluate(term.node, values, self.text) for term in self.terms]
         except (ArithmeticError, ValueError) as error:
-            self._fail(f"cannot be evaluated: {error}", values)
+            self._fail(f"cannot be evaluated: {error}", attributes)
         result = sum(found, self.constant)
         if not math.isfinite(result):
-            self._fail("gives no finite number", values)
+            self._fail("gives no finite number", attributes)
         if result < 0:
-            self._fail(f"gives {result:g}, which is negative", values)
+            self._fail(f"gives {result:g}, which is negative", attributes)
         return (self.constant, *found)
+
+    def inputs(self, attributes: Mapping[str, Any]) -> dict[str, float | str]:
+        """What the formula reads from attributes that it can evaluate, for people; lengths stand as ``len(name)``."""
+        found: dict[str, float | str] = {}
+        for name, use in self.uses.items():
+            value = attributes[name]
+            if Use.LENGTH in use:
+                found[f"len({name})"] = len(value)
+            else:
+                found[name] = shorten(value) if isinstance(value, str) else value
+        return found
 
     def rescaled(self, constant: float, factors: Sequence[float]) -> Formula:
         """The same formula with another constant and each term multiplied by its factor (all ≥ 0)."""
@@ -135,8 +146,8 @@ class Formula:
             raise EstimateError(Reason("bad_attribute", f"attribute '{name}' {problem} (is {show(value)})"))
         return float(value) if type(value) is int else value
 
-    def _fail(self, problem: str, values: Mapping[str, object]) -> NoReturn:
-        given = ", ".join(f"{name}={show(value)}" for name, value in values.items())
+    def _fail(self, problem: str, attributes: Mapping[str, object]) -> NoReturn:
+        given = ", ".join(f"{name}={show(attributes[name])}" for name in self.uses)
         message = f"the formula {self.text!r} {problem}" + (f", with {given}" if given else "")
         raise EstimateError(Reason("bad_estimate", message))
 

@@ -245,7 +245,7 @@ class Estimate:
     None when neither header nor profile sets one. ``summands`` (MiB) are what calibration learns from:
     the declared need without margin, as its fixed part (context, weights, the formula's constant) and the
     formula's terms; empty when the header gave the amount. ``suggested_mib`` is what calibration would
-    reserve, None while it knows too little.
+    reserve, None while it knows too little. ``attributes`` are those that the formula read, for people.
     """
 
     demand: Demand
@@ -255,6 +255,7 @@ class Estimate:
     parts: tuple[Part, ...]
     summands: tuple[float, ...]
     suggested_mib: int | None
+    attributes: Mapping[str, float | str]
 
     def __str__(self) -> str:
         sums = " + ".join(f"{part.mib:.0f} ({part.label})" for part in self.parts)
@@ -278,6 +279,7 @@ def estimate(
     models = (header.gpu_model,) if header.gpu_model else tuple(sorted(set(row.gpu_models)))
     summands: tuple[float, ...] = ()
     suggested_mib = None
+    attributes: Mapping[str, float | str] = {}
     if header.vram_mib is not None:
         parts: tuple[Part, ...] = (Part("asked for in the header", header.vram_mib),)
         _check_bounds(header.vram_mib, row.max_mib)
@@ -285,7 +287,9 @@ def estimate(
         message = "the table has no profile for this task, and its header gives no vram_mib"
         raise EstimateError(Reason("no_profile", message))
     else:
-        parts, summands = _declared(profile, merge_attributes(bound, header.attributes, profile.defaults))
+        merged = merge_attributes(bound, header.attributes, profile.defaults)
+        parts, summands = _declared(profile, merged)
+        attributes = profile.vram.inputs(merged)
         declared_mib = sum(part.mib for part in parts)
         _check_bounds(declared_mib, profile.max_mib)
         if learned is not None and profile.calibration != "off":
@@ -310,6 +314,7 @@ def estimate(
         parts=parts,
         summands=summands,
         suggested_mib=suggested_mib,
+        attributes=attributes,
     )
 
 
