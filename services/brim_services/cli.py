@@ -34,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonLog = Annotated[bool, typer.Option("--json", help="Log JSON lines.")]

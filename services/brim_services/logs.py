@@ -6,8 +6,11 @@ import json
 import logging
 
 
-class _JsonLines(logging.Formatter):
+class JsonLines(logging.Formatter):
+    """One JSON object a line: t (seconds), level, logger, message, error."""
+
     def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON."""
         line = {
             "t": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -23,7 +26,7 @@ def set_up(*, as_json: bool, debug: bool) -> None:
     """Log to standard error from now on."""
     handler = logging.StreamHandler()
     if as_json:
-        handler.setFormatter(_JsonLines())
+        handler.setFormatter(JsonLines())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])

@@ -21,19 +21,17 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 import redis
+from brim.store.runner import Runner, sources
 from brim_services import embedded
 from brim_services.supervise import Supervisor
 
-package = Path(str(files("brim")))
-scripts = sorted(package.rglob("*.lua"))
-assert scripts, "the wheel holds no Lua script"
-assert (package / "py.typed").exists(), "the wheel is not typed"
+assert (files("brim") / "py.typed").is_file(), "the wheel is not typed"
+assert sources(), "the wheel holds no Lua script"
 with Supervisor(Path(sys.argv[1])) as supervisor:
     server = embedded.start(supervisor, Path(sys.argv[1]) / "data")
     with redis.Redis.from_url(server.url) as client:
-        for script in scripts:
-            client.script_load(script.read_text())
-print(f"{len(scripts)} scripts load")
+        Runner(client).load()
+print(f"{len(sources())} scripts load")
 """
 
 IMPORT_ALL = """

@@ -1,0 +1,217 @@
+"""The command line: what it prints for people and as JSON, and how it refuses."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from brim.core.model import Demand, Identity, Node, Reason, State
+from brim.store import Store
+from brim.store.types import Admission, Commit, DeviceRegistration, NodeRegistration, Peeked
+from brim_services import cli, logs
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def brim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command; exit code, standard output, standard error."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["brim", *argv])
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code
+        out, err = capsys.readouterr()
+        return (1, out, f"{err}{code}") if isinstance(code, str) else (code or 0, out, err)
+
+    return run
+
+
+@pytest.fixture
+def store(valkey_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A store with one device, a task that is placed on it, and one that waits; the settings point to it."""
+    monkeypatch.setenv("BRIM_REDIS__URL", valkey_url)
+    monkeypatch.setenv("BRIM_BROKER__GLOBAL_KEYPREFIX", namespace)
+    client = redis.Redis.from_url(valkey_url)
+    store = Store(client, f"{namespace}brim:")
+    epoch, _ = store.elect("test", 60)
+    device = DeviceRegistration("GPU-a", 0, "SIM", 10_000, 500)
+    assert store.register_node(NodeRegistration(Node("n1"), "boot", 2, ["t"], {"t": "{}"}, [device]))
+    for task_id, vram_mib in (("placed", 8_000), ("waits", 3_000)):
+        raw = f'{{"id":"{task_id}"}}'.encode()
+        client.lpush(f"{namespace}brim.intake", raw)
+        source = Peeked(f"{namespace}brim.intake", raw)
+        lane = f"t|{vram_mib}MiB"
+        store.admit(
+            [
+                Admission(
+                    source=source,
+                    identity=Identity(task_id, 0, 0),
+                    task="t",
+                    lane=lane,
+                    demand=Demand(vram_mib),
+                    context_mib=300,
+                    priority=5,
+                    head=b"<",
+                    tail=b">",
+                )
+            ]
+        )
+    queue = f"{namespace}gpu.n1.0"
+    commit = Commit("placed", "t|8000MiB", f"{epoch}-1", ["GPU-a"], "n1", queue, 8_000, b"slot")
+    assert [answer.status for answer in store.commit(epoch, [commit], 0)] == ["committed"]
+    store.note_waits(epoch, {"waits": Reason("memory", "1500 MiB are short on every device")})
+    yield store
+    assert store.audit() == []
+    client.close()
+
+
+def test_status_shows_devices_overflow_and_queues(brim: Run, store: Store) -> None:
+    code, out, _ = brim("status")
+
+    assert code == 0
+    for told in ("n1.0", "8,000", "1 waiting", "1500 MiB are short", "waiting 1", "placed 1", "gpu.n1.0 1"):
+        assert told in out
+
+
+def test_status_as_json(brim: Run, store: Store) -> None:
+    code, out, _ = brim("status", "--json")
+
+    told = json.loads(out)
+    assert code == 0
+    assert told["devices"][0]["available_mib"] == 1_500
+    assert told["devices"][0]["reserved"] == 8_000
+    assert told["overflow"] == [
+        {"lane": "t|3000MiB", "depth": 1, "reason": "1500 MiB are short on every device [memory]"}
+    ]
+    assert told["queues"] == {"brim.intake": 0, "gpu.n1.0": 1}
+    assert told["tasks"] == {"waiting": 1, "placed": 1}
+
+
+def test_tasks_lists_the_newest_first_and_by_state(brim: Run, store: Store) -> None:
+    assert [row["task_id"] for row in json.loads(brim("tasks", "--json")[1])] == ["waits", "placed"]
+    assert [row["task_id"] for row in json.loads(brim("tasks", "--state", "placed", "--json")[1])] == ["placed"]
+
+    _, out, _ = brim("tasks", "--limit", "1")
+    assert "1500 MiB are short" in out
+    assert "8000" not in out
+
+
+def test_show_tells_the_story(brim: Run, store: Store) -> None:
+    code, out, _ = brim("show", "placed")
+
+    assert code == 0
+    for told in ("t  placed", "8000 MiB", "admitted", "placed", "node=n1", "GPU-a"):
+        assert told in out
+    told = json.loads(brim("show", "placed", "--json")[1])
+    assert told["record"]["state"] == "placed"
+    assert [event["event"] for event in told["story"]] == ["admitted", "placed"]
+
+
+def test_show_refuses_an_unknown_task(brim: Run, store: Store) -> None:
+    code, out, err = brim("show", "nobody", "--json")
+
+    assert (code, out) == (1, "")
+    assert "brim: task nobody is not known" in err
+
+
+def test_cancel_tells_what_became_of_each(brim: Run, store: Store) -> None:
+    code, out, _ = brim("cancel", "waits", "nobody")
+
+    assert code == 1
+    assert "waits: cancelled\n" in out
+    assert "nobody: not cancelled: brim does not know it" in out
+    record = store.record("waits")
+    assert record
+    assert (record.state, record.reason and record.reason.code) == (State.CANCELLED, "cancelled")
+    assert json.loads(brim("cancel", "waits", "--json")[1]) == {"waits": "refused"}
+
+
+def test_audit_finds_what_differs(brim: Run, store: Store) -> None:
+    assert brim("audit")[:2] == (0, "no difference\n")
+
+    store.client.hincrby(store.keys.counts, "waiting", 1)
+    code, out, _ = brim("audit", "--json")
+    store.client.hincrby(store.keys.counts, "waiting", -1)
+
+    assert code == 1
+    assert json.loads(out) == {"differences": ["counts: waiting says 2, there are 1"]}
+
+
+def test_redis_away_names_its_address_but_no_password(brim: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIM_REDIS__URL", "redis://user:secret@127.0.0.1:1/0")
+
+    code, out, err = brim("status")
+
+    assert (code, out) == (1, "")
+    assert "brim: Redis at redis://127.0.0.1:1/0: " in err
+    assert "secret" not in err
+
+
+def test_estimate_shows_the_sum(brim: Run) -> None:
+    code, out, _ = brim("estimate", "vision.segment", "--attr", "width=4096", "--attr", "height=4096")
+
+    assert code == 0
+    assert "400 (context) + 900 (weights)" in out
+    told = json.loads(brim("estimate", "vision.embed", "--attr", "text=hello", "--json")[1])
+    assert told["demand"]["vram_mib"] >= 400 + 1200 + 200
+    assert told["priority"] == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["vision.nothing"], "no profile for vision.nothing"),
+        (["vision.segment"], "attribute 'width' is missing"),
+        (["vision.segment", "--attr", "width"], "NAME=VALUE"),
+        (["vision.segment", "--attr", "width=x", "--attr", "height=1"], "width"),
+    ],
+)
+def test_estimate_refuses_with_the_reason(brim: Run, argv: list[str], reason: str) -> None:
+    code, out, err = brim("estimate", *argv)
+
+    assert (code, out) == (1, "")
+    assert reason in err
+
+
+def test_check_config_names_every_problem(brim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert brim("check-config")[0] == 0
+    monkeypatch.setenv("BRIM_RESOURCES__TABLE", str(tmp_path / "none.yaml"))
+    policy = tmp_path / "placement.yaml"
+    policy.write_text("policy: fastest\n")
+    monkeypatch.setenv("BRIM_PLACEMENT__POLICY_FILE", str(policy))
+
+    code, _, err = brim("check-config")
+
+    assert code == 1
+    assert f"{tmp_path}/none.yaml: No such file" in err
+    assert f"{policy}: policy: Input should be 'balanced'" in err
+    code, out, _ = brim("check-config", "--json")
+    assert (code, len(json.loads(out)["problems"])) == (1, 2)
+
+
+def test_a_wrong_setting_is_one_message(brim: Run, tmp_path: Path) -> None:
+    path = tmp_path / "brim.toml"
+    path.write_text("[intake]\nbatch = 0\n")
+
+    code, out, err = brim("--config", str(path), "status")
+
+    assert (code, out) == (1, "")
+    assert err == f"brim: {path}: intake.batch: Input should be greater than 0"
+
+
+def test_log_lines_as_json() -> None:
+    formatter = logs.JsonLines()
+    record = logging.LogRecord("brim.intake", logging.WARNING, __file__, 1, "away: %s", ("x",), None)
+
+    line = json.loads(formatter.format(record))
+
+    assert (line["level"], line["logger"], line["message"]) == ("warning", "brim.intake", "away: x")
