@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from brim.core.model import Demand, Identity, Node, Reason, State
+from brim.core.model import AttemptView, Demand, Identity, Node, Reason, State
 from brim.store import FencedError, Store
 from brim.store.types import (
     Admission,
     AdmitAnswer,
-    AttemptView,
     ClaimAnswer,
     CloseAnswer,
     Commit,
@@ -203,6 +202,20 @@ def test_a_lost_attempts_process_keeps_its_memory_until_it_is_gone(cluster: Clus
     assert cluster.available == 9500
 
 
+def test_a_loss_of_an_attempt_that_has_not_begun_does_not_meet_one_that_has(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt, _ = cluster.place("a")
+    seen = cluster.view(attempt)
+    cluster.store.claim("a", attempt, "w1")
+    cluster.store.bind("a", attempt, [GPU], "10.1")
+    assert cluster.store.lose(seen, WHY, counts=False, max_attempts=3, unless_begun=True) is LoseAnswer.STALE
+    assert cluster.state("a") is State.RUNNING
+    assert cluster.store.lose(seen, WHY, counts=False, max_attempts=3) is LoseAnswer.WAITING
+    second, _ = cluster.place("a")
+    seen = cluster.view(second)
+    assert cluster.store.lose(seen, WHY, counts=False, max_attempts=3, unless_begun=True) is LoseAnswer.WAITING
+
+
 def test_reports_count_external_memory_and_leftovers(cluster: Cluster) -> None:
     cluster.admit("a")
     attempt = cluster.run("a")
@@ -316,7 +329,23 @@ def test_a_silent_node_is_lost_and_its_boot_is_refused(cluster: Cluster) -> None
     while not cluster.store.lose_node(cluster.epoch, node, 0):
         pass
     assert cluster.store.devices()[0].state == "lost"
+    assert cluster.store.nodes()[0].state == "lost"
     assert not cluster.store.renew("n1", "boot")
+    assert not cluster.store.set_device_state("n1", "boot", [GPU], "up")
+    assert cluster.store.devices()[0].state == "lost"
+
+
+def test_devices_may_begin_quarantined(cluster: Cluster) -> None:
+    device = DeviceRegistration("GPU-b", 0, "SIM", 1000, 0)
+    node = NodeRegistration(Node("n2", {"zone": "a"}), "boot2", 1, [], {}, [device], state="quarantined")
+    assert cluster.store.register_node(node)
+    assert [(d.node, d.state) for d in cluster.store.devices()] == [("n1", "up"), ("n2", "quarantined")]
+    assert [(n.node.labels, n.boot, n.devices) for n in cluster.store.nodes()] == [
+        ({}, "boot", [GPU]),
+        ({"zone": "a"}, "boot2", ["GPU-b"]),
+    ]
+    assert cluster.store.set_device_state("n2", "boot2", ["GPU-b"], "up")
+    assert cluster.store.devices()[1].state == "up"
 
 
 def test_a_node_leaves_only_when_nothing_runs_on_it(cluster: Cluster) -> None:

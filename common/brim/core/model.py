@@ -124,6 +124,25 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptView:
+    """A live attempt as it stands in the books of a node's devices; times are server seconds."""
+
+    task_id: str
+    attempt: str
+    devices: tuple[str, ...]
+    vram_mib: int
+    proc: str
+    """The executor process it is bound to; empty while it is not bound."""
+    state: State
+    boot: str
+    """The worker boot that claimed it; empty while it is not claimed."""
+    placed_s: float
+    claimed_s: float | None
+    lane: str
+    context_mib: int
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """Which run of a task id a message is (DESIGN, "Identity of a message"); ordered by ``rank``."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from brim.core.model import Reason, State
+from brim.core.model import AttemptView, Reason, State
 
 from .base import Base
 from .codec import dump
 from .runner import Arg
-from .types import AttemptView, ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome
+from .types import ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome
 
 _PLACED_ON_THE_WAY = (State.PLACED, State.CLAIMED)
 
@@ -69,10 +69,13 @@ class AttemptSide(Base):
         ]
         return EndAnswer(self.runner.run("end", names, args).decode())
 
-    def lose(self, view: AttemptView, reason: Reason, *, counts: bool, max_attempts: int) -> LoseAnswer:
+    def lose(
+        self, view: AttemptView, reason: Reason, *, counts: bool, max_attempts: int, unless_begun: bool = False
+    ) -> LoseAnswer:
         """A live attempt was lost: its task waits again in its old place.
 
         ``counts``: the loss counts towards ``max_attempts``, after which the task is dead-lettered.
+        ``unless_begun``: STALE, and nothing is done, if it is bound to an executor by now.
         """
         keys, lane = self.keys, view.lane
         while True:
@@ -98,6 +101,7 @@ class AttemptSide(Base):
                 int(counts),
                 max_attempts,
                 view.context_mib,
+                int(unless_begun),
             ]
             answer = self.runner.run("lose", names, args).decode()
             if answer != "moved":

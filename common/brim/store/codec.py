@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from brim.core.model import Demand, Device, Node, Reason, canonical
+
+from .types import NodeView
 
 EPOCH_S = 1_735_689_600
 """Start of 2025, from which admission ticks (10 µs) are counted; see scripts/admit.lua."""
@@ -54,6 +57,14 @@ def load_device(value: bytes) -> Device:
     return Device(**json.loads(value))
 
 
-def load_node(name: str, info: dict[str, Any]) -> Node:
-    """A node from its registration."""
-    return Node(name, dict(info.get("labels") or {}), float(info.get("cpus", 0)), int(info.get("ram_mib", 0)))
+NODE_FIELDS = ("boot", "state", "renewed_ms", "info")
+"""What `load_node_view` needs of a node's hash."""
+
+
+def load_node_view(name: str, fields: Sequence[bytes]) -> NodeView:
+    """A node with its lease, from `NODE_FIELDS`."""
+    boot, state, renewed, text = fields
+    info = json.loads(text)
+    node = Node(name, dict(info.get("labels") or {}), float(info.get("cpus", 0)), int(info.get("ram_mib", 0)))
+    devices = [device["uuid"] for device in info["devices"]]
+    return NodeView(node, boot.decode(), state.decode(), int(renewed) / 1000, devices)

@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from brim.core.model import State
+from brim.core.model import AttemptView, State
 
 from .base import Base
 from .codec import dump, seconds
-from .types import AttemptView, MemoryReport, NodeRegistration
+from .types import MemoryReport, NodeRegistration
 
 
 class NodeSide(Base):
@@ -51,7 +51,7 @@ class NodeSide(Base):
                 keys.signatures,
                 *(keys.book(d.uuid) for d in registration.devices),
             ],
-            [node.name, registration.boot, dump(info), names, dump(registration.signatures)],
+            [node.name, registration.boot, dump(info), names, dump(registration.signatures), registration.state],
         )
         return bool(answer == b"registered")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from brim.core.model import Reason, State
 
 from .base import Base
-from .codec import admitted_s, dump, load_demand, load_device, load_node, load_reason
+from .codec import NODE_FIELDS, admitted_s, dump, load_demand, load_device, load_node_view, load_reason
 from .runner import Call
 from .types import Changes, Commit, CommitAnswer, LaneWindow, NodeView, Owed
 
@@ -69,7 +69,7 @@ class PlacementSide(Base):
             pipeline.zrange(keys.lane(lane), 0, window - 1, withscores=True)
             pipeline.zcard(keys.lane(lane))
         for node in nodes:
-            pipeline.hmget(keys.node(node), "boot", "state", "renewed_ms", "info")
+            pipeline.hmget(keys.node(node), *NODE_FIELDS)
         answers = iter(pipeline.execute())
         found_devices = {uuid: next(answers) for uuid in devices}
         windows = []
@@ -88,7 +88,7 @@ class PlacementSide(Base):
             [load_device(entry) for entry in found_devices.values() if entry is not None],
             [uuid for uuid, entry in found_devices.items() if entry is None],
             windows,
-            [_node_view(name, fields) for name, fields in found_nodes.items() if fields[0] is not None],
+            [load_node_view(name, fields) for name, fields in found_nodes.items() if fields[0] is not None],
             [name for name, fields in found_nodes.items() if fields[0] is None],
         )
 
@@ -211,18 +211,6 @@ class PlacementSide(Base):
             for i in (raw.decode() for raw in old)
         ]
         return sum(int(answer) for answer in self.runner.run_many(calls))
-
-
-def _node_view(name: str, fields: Sequence[bytes]) -> NodeView:
-    boot, state, renewed, info = fields
-    loaded = json.loads(info)
-    return NodeView(
-        load_node(name, loaded),
-        boot.decode(),
-        state.decode(),
-        int(renewed) / 1000,
-        [device["uuid"] for device in loaded["devices"]],
-    )
 
 
 def _commit_answer(parts: Sequence[str]) -> CommitAnswer:

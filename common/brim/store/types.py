@@ -193,25 +193,8 @@ class NodeRegistration:
     signatures: Mapping[str, str]
     """Task name -> signature as JSON text."""
     devices: Sequence[DeviceRegistration]
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptView:
-    """A live attempt as it stands in the books of a node's devices."""
-
-    task_id: str
-    attempt: str
-    devices: tuple[str, ...]
-    vram_mib: int
-    proc: str
-    """The executor process it is bound to; empty while it is not bound."""
-    state: State
-    boot: str
-    """The worker boot that claimed it; empty while it is not claimed."""
-    placed_s: float
-    claimed_s: float | None
-    lane: str
-    context_mib: int
+    state: str = "up"
+    """What the devices begin as; ``quarantined`` until their workers are ready and their memory is known."""
 
 
 @dataclass(frozen=True, slots=True)

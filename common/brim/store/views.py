@@ -9,8 +9,8 @@ from typing import Any
 from brim.core.model import Device, Identity, State
 
 from .base import Base
-from .codec import load_demand, load_device, load_reason, seconds, text
-from .types import Record
+from .codec import NODE_FIELDS, load_demand, load_device, load_node_view, load_reason, seconds, text
+from .types import NodeView, Record
 
 
 class UserSide(Base):
@@ -58,6 +58,15 @@ class UserSide(Base):
         """The availability table, by node and index."""
         entries = [load_device(entry) for entry in self.client.hvals(self.keys.availability)]
         return sorted(entries, key=lambda device: (device.node, device.index))
+
+    def nodes(self) -> list[NodeView]:
+        """Every node that has registered and not left, with its lease, by name."""
+        names = sorted(name.decode() for name in self.client.smembers(self.keys.nodes))
+        pipeline = self.client.pipeline(transaction=False)
+        for name in names:
+            pipeline.hmget(self.keys.node(name), *NODE_FIELDS)
+        found = zip(names, pipeline.execute(), strict=True)
+        return [load_node_view(name, fields) for name, fields in found if fields[0] is not None]
 
     def measured_mib(self, uuids: Sequence[str]) -> dict[str, dict[str, int]]:
         """Per device: ``reserved`` (by live attempts), ``measured`` (by brim's processes) and ``external`` MiB."""

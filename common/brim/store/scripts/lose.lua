@@ -5,14 +5,16 @@
 -- KEYS  1 record  2 story  3 counts  4 changed  5 wake  6 availability  7 finished  8 expiring  9 outbox  10 lane
 --       11 lanes  12.. books
 -- ARGV  1 task id  2 attempt  3 lane  4 reason JSON  5 "1" if it counts towards the limit  6 largest number of
---       counted losses  7 context MiB
--- Returns  "waiting" | "dead" | "promoted" | "moved" (the record's lane is another: ask again) | "stale" | "unknown"
+--       counted losses  7 context MiB  8 "1" if it is lost only while no executor has begun it
+-- Returns  "waiting" | "dead" | "promoted" | "moved" (the record's lane is another: ask again)
+--          | "stale" (not the live attempt, or begun) | "unknown"
 
 local record, id, attempt = KEYS[1], ARGV[1], ARGV[2]
-local known = redis.call('HMGET', record, 'state', 'attempt', 'lane', 'next', 'next_list', 'losses', 'cancel')
+local known = redis.call('HMGET', record, 'state', 'attempt', 'lane', 'next', 'next_list', 'losses', 'cancel',
+  'proc')
 local state = known[1]
 if not state then return 'unknown' end
-if known[2] ~= attempt or not LIVE[state] then return 'stale' end
+if known[2] ~= attempt or not LIVE[state] or (ARGV[8] == '1' and known[8]) then return 'stale' end
 if known[3] ~= ARGV[3] then return 'moved' end
 
 local now = now_ms()
