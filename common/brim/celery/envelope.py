@@ -411,7 +411,7 @@ def _transport_bytes(envelope: Envelope) -> bytes:
         raise MalformedMessage(Reason("malformed", f"body: not base64: {error}")) from error
 
 
-_DECOMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
+COMPRESSIONS: dict[str, Callable[[bytes, int], bytes]] = {
     "application/x-gzip": lambda data, limit: zlib.decompressobj().decompress(data, limit),
     "application/x-bz2": lambda data, limit: bz2.BZ2Decompressor().decompress(data, limit),
     "application/x-lzma": lambda data, limit: lzma.LZMADecompressor().decompress(data, limit),
@@ -421,7 +421,7 @@ _DECOMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
 def _unpack(data: bytes, compression: str | None) -> bytes:
     if compression is None:
         return data
-    decompress = _DECOMPRESSORS.get(compression)
+    decompress = COMPRESSIONS.get(compression)
     if decompress is None:
         raise MalformedMessage(
             Reason(
