@@ -1,0 +1,219 @@
+"""The GPU memory that frameworks count themselves in this process: their peaks, their limits, their errors.
+
+Nothing here imports a framework: only one that the task's process has loaded by itself is asked, and asking starts
+no CUDA context that the task has not started. Amounts are MiB of the framework's own pool, on the device where it
+is largest, without the process's context. What a framework fails at is logged and unknown: a task never fails by
+being measured.
+
+JAX and TensorFlow fix their share of a device when they start (``XLA_PYTHON_CLIENT_MEM_FRACTION``; TensorFlow's
+logical devices), before a task could set it: their errors are recognised, their peaks and limits are not.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MIB = 1 << 20
+
+
+def begin() -> None:
+    """Starts the peak counters of all loaded frameworks anew, for the attempt that begins."""
+    _ask_each(lambda framework: framework.begin())
+
+
+def peak_mib() -> int | None:
+    """The peak since ``begin``, summed over frameworks; None when none of them has used a device.
+
+    Of a framework that was loaded since then, the peak since it was loaded.
+    """
+    peaks = [peak for peak in _ask_each(lambda framework: framework.peak_mib()) if peak]
+    return sum(peaks) if peaks else None
+
+
+def limit(mib: int | None) -> None:
+    """Makes every loaded framework refuse more than that many MiB beside the context; None lifts the limits.
+
+    A framework that this process loads later is not limited.
+    """
+    _ask_each(lambda framework: framework.limit(mib))
+
+
+# --- the frameworks --------------------------------------------------------------------------------------------
+
+
+class _Framework(Protocol):
+    """One framework; its methods are called only while its module is loaded."""
+
+    module: str
+
+    def begin(self) -> None: ...
+    def peak_mib(self) -> int | None: ...
+    def limit(self, mib: int | None) -> None: ...
+
+
+class _Torch:
+    """PyTorch, whose caching allocator counts its own peaks.
+
+    What it reserves is what the device lacks, fragmentation included; but that includes what earlier attempts left
+    in its cache. So only a pool that has grown since ``begin`` measures this attempt. One that has not served the
+    attempt from its cache, and the most that was allocated is the peak.
+    """
+
+    module = "torch"
+
+    def __init__(self) -> None:
+        self._reserved_before: dict[int, int] = {}
+        self._limit_mib: int | None = None
+        self._limit_is_queued = False
+
+    def begin(self) -> None:
+        self._reserved_before = {}
+        for cuda, device in self._devices():
+            self._reserved_before[device] = cuda.memory_reserved(device)
+            cuda.reset_peak_memory_stats(device)
+
+    def peak_mib(self) -> int | None:
+        peaks = []
+        for cuda, device in self._devices():
+            reserved = cuda.max_memory_reserved(device)
+            grown = reserved > self._reserved_before.get(device, 0)
+            peaks.append(reserved if grown else cuda.max_memory_allocated(device))
+        return _largest_mib(peaks)
+
+    def limit(self, mib: int | None) -> None:
+        cuda = _loaded(self.module).cuda
+        self._limit_mib = mib
+        if cuda.is_initialized():
+            self._apply_limit()
+        elif not self._limit_is_queued:
+            # Setting it now would start CUDA, whether or not the task wants it: it joins what torch itself puts
+            # off until CUDA starts.
+            self._limit_is_queued = True
+            cuda._lazy_call(self._apply_limit)
+
+    def _apply_limit(self) -> None:
+        cuda = _loaded(self.module).cuda
+        for device in range(cuda.device_count()):
+            total = cuda.get_device_properties(device).total_memory
+            share = 1.0 if self._limit_mib is None else min(1.0, self._limit_mib * _MIB / total)
+            cuda.set_per_process_memory_fraction(share, device)
+
+    def _devices(self) -> Iterator[tuple[Any, int]]:
+        cuda = _loaded(self.module).cuda
+        if cuda.is_initialized():
+            yield from ((cuda, device) for device in range(cuda.device_count()))
+
+
+class _CuPy:
+    """CuPy, whose pool counts no peak but only grows until it is emptied: emptied at ``begin``, its size is one."""
+
+    module = "cupy"
+
+    def begin(self) -> None:
+        for pool in self._pools():
+            pool.free_all_blocks()
+
+    def peak_mib(self) -> int | None:
+        return _largest_mib(pool.total_bytes() for pool in self._pools())
+
+    def limit(self, mib: int | None) -> None:
+        for pool in self._pools():
+            pool.set_limit(size=0 if mib is None else mib * _MIB)
+
+    def _pools(self) -> Iterator[Any]:
+        """The default pool with each device current in turn; changing the device would start a context on it."""
+        cupy = _loaded(self.module)
+        count = cupy.cuda.runtime.getDeviceCount()
+        for device in range(count):
+            with cupy.cuda.Device(device) if count > 1 else nullcontext():
+                yield cupy.get_default_memory_pool()
+
+
+class _Simulated:
+    """The simulated devices that are visible to this process."""
+
+    module = "brim.gpu.simulated"
+
+    def begin(self) -> None:
+        simulated = _loaded(self.module)
+        for uuid in simulated.visible():
+            simulated.reset_peak(uuid)
+
+    def peak_mib(self) -> int | None:
+        simulated = _loaded(self.module)
+        peaks = [peak for uuid in simulated.visible() if (peak := simulated.peak_mib(uuid)) is not None]
+        return max(peaks, default=None)
+
+    def limit(self, mib: int | None) -> None:
+        simulated = _loaded(self.module)
+        for uuid in simulated.visible():
+            simulated.set_limit(mib, uuid)
+
+
+_FRAMEWORKS: tuple[_Framework, ...] = (_Torch(), _CuPy(), _Simulated())
+
+
+def _ask_each(question: Callable[[_Framework], T]) -> list[T]:
+    answers = []
+    for framework in _FRAMEWORKS:
+        if framework.module in sys.modules:
+            try:
+                answers.append(question(framework))
+            except Exception as error:
+                logger.warning("%s does not tell or limit its memory: %s", framework.module, error)
+    return answers
+
+
+def _loaded(module: str) -> Any:
+    return sys.modules[module]
+
+
+def _largest_mib(amounts: Iterable[int]) -> int | None:
+    largest = max(amounts, default=None)
+    return None if largest is None else -(-largest // _MIB)
+
+
+# --- their errors ----------------------------------------------------------------------------------------------
+
+# (top-level package, class, what its message must hold): by name, since nothing here imports a framework.
+_OUT_OF_MEMORY = (
+    ("brim", "OutOfMemoryError", ""),
+    ("torch", "OutOfMemoryError", ""),
+    ("torch", "AcceleratorError", "out of memory"),
+    ("builtins", "RuntimeError", "CUDA out of memory"),
+    ("builtins", "RuntimeError", "CUDA error: out of memory"),
+    ("cupy", "OutOfMemoryError", ""),
+    ("cupy_backends", "CUDARuntimeError", "cudaErrorMemoryAllocation"),
+    ("jaxlib", "XlaRuntimeError", "RESOURCE_EXHAUSTED"),
+    ("jaxlib", "JaxRuntimeError", "RESOURCE_EXHAUSTED"),
+    ("jax", "JaxRuntimeError", "RESOURCE_EXHAUSTED"),
+    ("tensorflow", "ResourceExhaustedError", ""),
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error, or one that it was raised from, says that a device's memory did not suffice.
+
+    Known are those of PyTorch, CuPy, JAX, TensorFlow and the simulated devices.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if _says_out_of_memory(current):
+            return True
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return False
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
+    return any((package, name) in classes and words in str(error) for package, name, words in _OUT_OF_MEMORY)
