@@ -165,6 +165,11 @@ class Agent(Section):
     executors_per_gpu: int = Field(4, gt=0, description="pool processes of each GPU's worker")
     headroom_mib: int = Field(512, ge=0, description="memory of a device that is never given away, in MiB")
     report_interval_s: float = Field(1.0, gt=0, le=1.0, description="between two memory reports, in seconds")
+    quarantine_xids: tuple[int, ...] = Field(
+        (48, 74, 79, 95, 119, 120, 140),
+        description="a GPU that reports one of these NVIDIA Xid events takes no work for a while",
+    )
+    quarantine_s: float = Field(60.0, ge=0, description="that while, from the latest such event, in seconds")
     drain_grace_s: float = Field(60.0, ge=0, description="running tasks may finish this long on SIGTERM, in seconds")
     restart_backoff_s: float = Field(
         0.5, gt=0, description="pause before a dead worker is started again, doubled each time, in seconds"

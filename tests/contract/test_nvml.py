@@ -301,29 +301,29 @@ def test_a_gpu_that_is_lost_at_the_start_is_left_out_and_listed_when_it_is_back(
     assert [(d.uuid, d.index) for d in node.devices()] == [(A, 0), (B, 1)]
 
 
-def test_a_fatal_xid_event_rests_its_gpu_and_ends(driver, probing):
+def test_a_fatal_xid_event_quarantines_its_gpu_for_a_while(driver, probing):
     driver.gpu(A).gpu(B).mig(B, M0, 5 * GIB)
-    node = probing(xids=[79], xid_rest_s=0.3)
+    node = probing(quarantine_xids=[79], quarantine_s=0.3)
     node.devices()
     driver.xid(A, 13).write()
     assert isinstance(node.sample()[A], Sample)
 
     driver.xid(B, 79).write()
     samples = node.sample()
-    assert samples[M0] == DeviceFault(M0, Reason("device_xid", f"{B} reported Xid 79; it rests for 0.3 s"))
+    assert samples[M0] == DeviceFault(M0, Reason("device_xid", f"{B} reported Xid 79; it is in quarantine for 0.3 s"))
     assert isinstance(samples[A], Sample)
 
-    wait_until(lambda: isinstance(node.sample()[M0], Sample), what="the end of its rest")
+    wait_until(lambda: isinstance(node.sample()[M0], Sample), what="the end of its quarantine")
 
 
 def test_xid_events_that_cannot_be_had_are_just_not_heard(driver, probing):
     driver.gpu(A).answer(A, "RegisterEvents", NOT_SUPPORTED)
-    node = probing()
+    node = probing(quarantine_xids=[79])
     node.devices()
     assert isinstance(node.sample()[A], Sample)
 
     driver.answer("*", "EventSetCreate", FUNCTION_NOT_FOUND)
-    node = probing()
+    node = probing(quarantine_xids=[79])
     node.devices()
     assert isinstance(node.sample()[A], Sample)
 

@@ -169,6 +169,14 @@ def test_a_limit_on_torch_waits_until_the_task_starts_cuda_and_the_last_one_coun
     assert cuda.shares == {0: 1.0}
 
 
+def test_a_limit_that_fails_when_cuda_starts_does_not_fail_the_task(cuda, monkeypatch, caplog):
+    frameworks.limit(100)
+    monkeypatch.setattr(cuda, "device_count", lambda: 1 / 0)
+    cuda.start()
+    assert cuda.started
+    assert "torch does not tell or limit its memory" in caplog.text
+
+
 def test_cupy_tells_the_size_of_its_pool_emptied_at_the_beginning(pool):
     pool.total = 900 * MIB
     frameworks.begin()

@@ -19,8 +19,6 @@ from typing import Any, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _MIB = 1 << 20
 
 
@@ -57,6 +55,10 @@ class _Framework(Protocol):
     def begin(self) -> None: ...
     def peak_mib(self) -> int | None: ...
     def limit(self, mib: int | None) -> None: ...
+
+
+T = TypeVar("T")
+F = TypeVar("F", bound=_Framework)
 
 
 class _Torch:
@@ -97,7 +99,7 @@ class _Torch:
             # Setting it now would start CUDA, whether or not the task wants it: it joins what torch itself puts
             # off until CUDA starts.
             self._limit_is_queued = True
-            cuda._lazy_call(self._apply_limit)
+            cuda._lazy_call(lambda: _ask(self, _Torch._apply_limit))
 
     def _apply_limit(self) -> None:
         cuda = _loaded(self.module).cuda
@@ -162,14 +164,17 @@ _FRAMEWORKS: tuple[_Framework, ...] = (_Torch(), _CuPy(), _Simulated())
 
 
 def _ask_each(question: Callable[[_Framework], T]) -> list[T]:
-    answers = []
-    for framework in _FRAMEWORKS:
-        if framework.module in sys.modules:
-            try:
-                answers.append(question(framework))
-            except Exception as error:
-                logger.warning("%s does not tell or limit its memory: %s", framework.module, error)
-    return answers
+    loaded = [framework for framework in _FRAMEWORKS if framework.module in sys.modules]
+    return [answer for framework in loaded for answer in _ask(framework, question)]
+
+
+def _ask(framework: F, question: Callable[[F], T]) -> list[T]:
+    """The answer, or none when the framework fails at it."""
+    try:
+        return [question(framework)]
+    except Exception as error:
+        logger.warning("%s does not tell or limit its memory: %s", framework.module, error)
+        return []
 
 
 def _loaded(module: str) -> Any:

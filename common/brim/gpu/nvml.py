@@ -22,9 +22,6 @@ from brim.gpu.probe import DeviceFault, DeviceInfo, NodeFault, Sample
 
 logger = logging.getLogger(__name__)
 
-FATAL_XIDS = frozenset({48, 74, 79, 95, 119, 120, 140})
-"""Xid events that are not a program's own fault: uncorrected memory errors, NVLink, off the bus, firmware."""
-
 _MIB = 1 << 20
 _NO_GPUS_IS_FINE = 1  # NVML_INIT_FLAG_NO_GPUS, which pynvml does not name
 _PID_MAX = 1 << 22  # Linux never gives a higher pid
@@ -43,18 +40,18 @@ class NvmlProbe:
     """The NVIDIA GPUs and MIG devices of this node that an outer ``CUDA_VISIBLE_DEVICES`` grants.
 
     A GPU in MIG mode is not a device, its instances are. A whole GPU's index is NVML's; instance ``n`` of GPU
-    ``g`` has the index ``100 * (g + 1) + n``. An Xid of ``xids`` puts its GPU in quarantine for ``xid_rest_s``
-    seconds; none of them watches for no events.
+    ``g`` has the index ``100 * (g + 1) + n``. An Xid event of ``quarantine_xids`` makes its GPU, with all its
+    instances, a fault for ``quarantine_s`` seconds from the latest one; without any, no events are watched.
     """
 
-    def __init__(self, xids: Collection[int] = FATAL_XIDS, xid_rest_s: float = 60.0) -> None:
+    def __init__(self, quarantine_xids: Collection[int], quarantine_s: float) -> None:
         self._nvml = _import_pynvml()
-        self._xids, self._xid_rest_s = frozenset(xids), xid_rest_s
+        self._xids, self._quarantine_s = frozenset(quarantine_xids), quarantine_s
         self._pid: int | None = None
         self._known: dict[str, _Device] = {}
         self._events: Any | None = None
         self._watched: set[str] = set()
-        self._resting: dict[str, tuple[float, Reason]] = {}
+        self._quarantined: dict[str, tuple[float, Reason]] = {}
         self._restart_at: float | None = None
         self._version = ""  # of the call that lists processes; "_v2" once the newest has proved wrong
         with self._driver():
@@ -208,8 +205,8 @@ class NvmlProbe:
 
     def _sample(self, uuid: str, device: _Device) -> Sample | DeviceFault:
         nvml = self._nvml
-        if device.gpu in self._resting:
-            return DeviceFault(uuid, self._resting[device.gpu][1])
+        if device.gpu in self._quarantined:
+            return DeviceFault(uuid, self._quarantined[device.gpu][1])
         codes = {
             nvml.NVML_ERROR_GPU_IS_LOST: "device_lost",
             nvml.NVML_ERROR_RESET_REQUIRED: "device_needs_reset",
@@ -291,8 +288,8 @@ class NvmlProbe:
         unwatched = {device.gpu for device in self._known.values()} - self._watched if self._xids else set()
         if unwatched and self._events is None:
             self._events = self._ask(nvml.nvmlEventSetCreate)
-        for gpu in unwatched:
-            self._watched.add(gpu)
+        self._watched |= unwatched
+        for gpu in unwatched if self._events is not None else ():
             try:
                 handle = nvml.nvmlDeviceGetHandleByUUID(gpu)
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
@@ -302,7 +299,7 @@ class NvmlProbe:
 
     def _hear_events(self) -> None:
         nvml, now = self._nvml, time.monotonic()
-        self._resting = {gpu: rest for gpu, rest in self._resting.items() if rest[0] > now}
+        self._quarantined = {gpu: entry for gpu, entry in self._quarantined.items() if entry[0] > now}
         while self._events is not None:
             try:
                 event = nvml.nvmlEventSetWait(self._events, 0)
@@ -311,8 +308,8 @@ class NvmlProbe:
                 self._raise_if_node(error)
                 return  # nothing more to hear; a lost GPU shows when it is read
             if event.eventData in self._xids:
-                message = f"{gpu} reported Xid {event.eventData}; it rests for {self._xid_rest_s:g} s"
-                self._resting[gpu] = (now + self._xid_rest_s, Reason("device_xid", message))
+                message = f"{gpu} reported Xid {event.eventData}; it is in quarantine for {self._quarantine_s:g} s"
+                self._quarantined[gpu] = (now + self._quarantine_s, Reason("device_xid", message))
 
 
 def _import_pynvml() -> Any:

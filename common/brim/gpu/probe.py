@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,11 +69,12 @@ class Probe(Protocol):
         """Lets go of the driver; the probe is not used after that."""
 
 
-def open_probe(spec: str | None) -> Probe:
+def open_probe(spec: str | None, *, quarantine_xids: Collection[int] = (), quarantine_s: float = 60.0) -> Probe:
     """The probe for the setting ``BRIM_DEVICES``.
 
     ``sim:4x24GiB`` or ``sim:2x24GiB:SIM-24,1x80GiB`` are simulated devices (see ``brim.gpu.simulated``);
-    ``nvml``, empty or None are the node's real ones. Raises NodeFault with what is wrong.
+    ``nvml``, empty or None are the node's real ones. A real GPU that reports an Xid event of ``quarantine_xids``
+    is a DeviceFault for the next ``quarantine_s`` seconds. Raises NodeFault with what is wrong.
     """
     kind = (spec or "nvml").strip()
     if kind.startswith("sim:"):
@@ -83,7 +84,7 @@ def open_probe(spec: str | None) -> Probe:
     if kind == "nvml":
         from brim.gpu.nvml import NvmlProbe
 
-        return NvmlProbe()
+        return NvmlProbe(quarantine_xids, quarantine_s)
     raise NodeFault(
         Reason(
             "devices_setting",

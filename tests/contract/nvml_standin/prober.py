@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 from brim.core.model import canonical
-from brim.gpu import nvml, process
+from brim.gpu import process
 from brim.gpu.probe import NodeFault, open_probe
 
 OPTIONS = json.loads(sys.argv[1])
@@ -19,7 +19,7 @@ class Commands:
     @property
     def probe(self):
         if self._probe is None:
-            self._probe = nvml.NvmlProbe(**OPTIONS) if OPTIONS else open_probe("nvml")
+            self._probe = open_probe("nvml", **OPTIONS)
         return self._probe
 
     def devices(self):
