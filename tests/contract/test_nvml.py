@@ -13,6 +13,7 @@ from contract.nvml_standin import (
     GPU_IS_LOST,
     LIB_RM_VERSION_MISMATCH,
     NO_PERMISSION,
+    NOT_FOUND,
     NOT_SUPPORTED,
     RESET_REQUIRED,
     UNKNOWN,
@@ -205,6 +206,12 @@ def test_the_instances_of_a_gpu_in_mig_mode_are_the_devices(driver, probing):
     assert node.sample()[M0] == Sample(5 * 1024, 1024, 4 * 1024, {10: 1024})
 
 
+def test_a_gpu_in_mig_mode_without_instances_is_no_device(driver, probing):
+    driver.gpu(A).mig_mode(A).gpu(B)
+
+    assert [device.uuid for device in probing().devices()] == [B]
+
+
 def test_mig_devices_are_read_without_asking_the_parent(driver, probing):
     driver.gpu(A).mig(A, M0, 5 * GIB)
     for refused in ("MemoryInfo", "MemoryInfo_v2", "MigMode", "ComputeRunningProcesses"):
@@ -272,6 +279,16 @@ def test_a_gpu_that_cannot_be_read_is_quarantined_alone(driver, probing, answer,
     assert code_of(samples[A]) == code
     assert A in samples[A].reason.message
     assert samples[B].free_mib == 24 * 1024
+
+
+def test_the_first_error_says_why_when_a_gpu_cannot_be_found_anew(driver, probing):
+    driver.gpu(A)
+    node = probing()
+    node.devices()
+    driver.answer(A, "HandleByUUID", NOT_FOUND)
+    driver.answer(A, "MemoryInfo", RESET_REQUIRED).answer(A, "MemoryInfo_v2", RESET_REQUIRED).write()
+
+    assert code_of(node.sample()[A]) == "device_needs_reset"
 
 
 def test_a_lost_gpu_comes_back_once_nvml_is_started_again(driver, probing):

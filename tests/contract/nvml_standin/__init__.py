@@ -23,7 +23,7 @@ COMMON = HERE.parents[2] / "common"
 GIB = 1 << 30
 
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, FUNCTION_NOT_FOUND = 3, 4, 9, 13
-GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH, UNKNOWN = 15, 16, 18, 999
+NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH, UNKNOWN = 6, 15, 16, 18, 999
 
 
 def build(folder: Path, *defines: str) -> Path:
@@ -58,6 +58,10 @@ class Driver:
 
     def mig(self, gpu: str, uuid: str, total: int, used: int = 0, name: str = "NVIDIA X MIG 1g.5gb") -> Driver:
         self.lines[uuid] = f"mig {gpu} {uuid} {total} 0 {total - used} {name}"
+        return self
+
+    def mig_mode(self, gpu: str) -> Driver:
+        self.lines[f"{gpu} mode"] = f"mig_mode {gpu}"
         return self
 
     def process(self, uuid: str, pid: int, used: int | None, kind: str = "Compute") -> Driver:

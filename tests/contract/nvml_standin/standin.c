@@ -5,6 +5,7 @@
  *   init CODE                                       what starting NVML answers
  *   gpu UUID TOTAL RESERVED FREE NAME               a GPU, amounts in bytes
  *   mig GPU_UUID UUID TOTAL RESERVED FREE NAME      a MIG device of a GPU, which makes it a GPU in MIG mode
+ *   mig_mode GPU_UUID                               a GPU in MIG mode, whether or not it has MIG devices
  *   process UUID Compute|Graphics PID BYTES         a process on a device; BYTES -1 is N/A
  *   answer UUID|* FUNCTION CODE                     that function fails with CODE for that device (FUNCTION without
  *                                                   "nvmlDeviceGet", "*" for all)
@@ -12,7 +13,8 @@
  *                                                   drivers that changed it)
  *   xid GPU_UUID NUMBER                             an Xid event, delivered once
  *
- * Like NVML it belongs to the process that started it, and a GPU found lost stays lost until NVML is started again.
+ * Like NVML it belongs to the process that started it, a GPU found lost stays lost until NVML is started again, and
+ * a handle is good only until then: using an older one, undefined in NVML, aborts here.
  * Built with -DWITHOUT_V3 it lacks version 3 of the process lists, with -DWITHOUT_MEMORY_V2 version 2 of the memory.
  */
 
@@ -28,7 +30,7 @@ enum {
 };
 
 typedef unsigned long long bytes_t;
-typedef struct { char uuid[96], name[96]; int parent; bytes_t total, reserved, available; } device_t;
+typedef struct { char uuid[96], name[96]; int parent, mig_mode; bytes_t total, reserved, available; } device_t;
 typedef struct { char uuid[96], kind[16]; unsigned pid; bytes_t used; } process_t;
 typedef struct { char uuid[96], function[64]; int code; } answer_t;
 typedef struct { char uuid[96]; unsigned number; } xid_t;
@@ -50,7 +52,7 @@ static struct {
 static pid_t owner;                              /* who started NVML; 0 nobody */
 static int started, heard;                       /* how often it was started; Xid events delivered */
 static char handles[MOST][96], lost[MOST][96];   /* a handle points at its device's UUID, for good */
-static int handle_count, lost_count;
+static int handle_count, oldest_handle, lost_count;
 
 static int find(const char *uuid) {
     for (int i = 0; i < state.devices; i++)
@@ -71,7 +73,10 @@ static void read_line(const char *line) {
     } else if (sscanf(line, "mig %95s %95s %llu %llu %llu %95[^\n]", gpu, device.uuid, &device.total,
                       &device.reserved, &device.available, device.name) == 6) {
         device.parent = find(gpu);
+        state.device[device.parent].mig_mode = 1;
         state.device[state.devices++] = device;
+    } else if (sscanf(line, "mig_mode %95s", gpu) == 1) {
+        state.device[find(gpu)].mig_mode = 1;
     } else if (sscanf(line, "process %95s %15s %u %lld", process.uuid, process.kind, &process.pid, &used) == 4) {
         process.used = (bytes_t)used;
         state.process[state.processes++] = process;
@@ -124,6 +129,7 @@ static int told(const char *uuid, const char *function) {
 static int reach(const char *handle, const char *function, device_t **device) {
     int code = ready();
     if (code) return code;
+    if (handle < handles[oldest_handle]) { fprintf(stderr, "stand-in: stale handle of %s\n", handle); abort(); }
     if ((code = told(handle, function))) return code;
     int found = find(handle);
     if (found < 0) return INVALID_ARGUMENT;
@@ -133,7 +139,7 @@ static int reach(const char *handle, const char *function, device_t **device) {
 
 static int give_handle(int index, const char *function, void **handle) {
     const char *uuid = state.device[index].uuid;
-    int code = told(uuid, function), i = 0;
+    int code = told(uuid, function), i = oldest_handle;
     if (code) return code;
     while (i < handle_count && strcmp(handles[i], uuid)) i++;
     if (i == handle_count) strcpy(handles[handle_count++], uuid);
@@ -145,8 +151,10 @@ int nvmlInitWithFlags(unsigned flags) {
     refresh();
     if (state.init) return state.init;
     if (!state.devices && flags != 1) return NOT_FOUND;
-    started = owner == getpid() ? started + 1 : 1;
+    if (owner == getpid()) return started++, SUCCESS;
     owner = getpid();
+    started = 1;
+    oldest_handle = handle_count;
     lost_count = 0;
     return SUCCESS;
 }
@@ -186,10 +194,7 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
 int nvmlDeviceGetMigMode(const char *handle, unsigned *current, unsigned *pending) {
     device_t *device;
     int code = reach(handle, "MigMode", &device);
-    *current = 0;
-    for (int i = 0; !code && i < state.devices; i++)
-        *current |= state.device[i].parent >= 0 && &state.device[state.device[i].parent] == device;
-    *pending = *current;
+    if (!code) *current = *pending = device->mig_mode;
     return code;
 }
 
