@@ -56,7 +56,7 @@ class WorkerIdentity:
             "BRIM_DEVICE": self.device,
             "BRIM_DEVICE_INDEX": str(self.index),
             "BRIM_BOOT": self.boot,
-            "BRIM_AGENT": self.agent,
+            "BRIM_AGENT_ADDRESS": self.agent,
             "CUDA_VISIBLE_DEVICES": self.device,
         }
 
@@ -69,7 +69,7 @@ class WorkerIdentity:
                 environment["BRIM_DEVICE"],
                 int(environment["BRIM_DEVICE_INDEX"]),
                 environment["BRIM_BOOT"],
-                environment["BRIM_AGENT"],
+                environment["BRIM_AGENT_ADDRESS"],
             )
         except KeyError:
             return None

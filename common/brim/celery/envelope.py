@@ -30,6 +30,7 @@ from brim.core.model import Identity, Reason
 
 if TYPE_CHECKING:
     from celery.app.task import Context
+    from kombu.transport.virtual import Message
 
 INTAKE_QUEUE = "brim.intake"
 """The queue that brim's tasks are published to, and that everything Celery re-queues comes back to."""
@@ -293,14 +294,17 @@ def join(prepared: Prepared, delivery_tag: str, brim_header: Mapping[str, Any]) 
 
 
 def request_context(head: bytes, tail: bytes) -> Context:
-    """The request that a worker would have had, for answers that brim gives itself.
+    """The request that a worker would have had, for answers that brim gives itself; see `context`."""
+    return context(parse(head + slot("", {}) + tail))
 
-    It carries callbacks, errbacks, chain, chord, group and the reply address. A body that cannot be
-    decoded leaves arguments and embedded signatures empty: `get` is answered all the same.
+
+def context(envelope: Envelope) -> Context:
+    """A message's request with callbacks, errbacks, chain, chord, group and the reply address.
+
+    A body that cannot be decoded leaves arguments and embedded signatures empty: `get` is answered all the same.
     """
     from celery.app.task import Context
 
-    envelope = parse(head + slot("", {}) + tail)
     try:
         body = envelope.body()
     except MalformedMessage:
@@ -319,6 +323,16 @@ def request_context(head: bytes, tail: bytes) -> Context:
             **body.embed,
         }
     )
+
+
+def received(message: Message) -> Envelope:
+    """The envelope of a message that a worker has taken from its queue. Raises `MalformedMessage`."""
+    return parse(json.dumps(message._raw).encode())
+
+
+def forward(message: Message) -> None:
+    """Put a message that a worker has received, as it is, into the intake queue."""
+    message.channel._put(INTAKE_QUEUE, message._raw)
 
 
 def _asked(header: Mapping[str, Any]) -> Mapping[str, Any]:

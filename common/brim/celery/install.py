@@ -8,6 +8,7 @@ from typing import Any
 
 from celery import Celery
 
+from .agent_link import WorkerIdentity
 from .routing import IntakeRouter, check_broker
 
 
@@ -28,6 +29,11 @@ def install(app: Celery, tasks: Collection[str] = (), *, prefix: str = "brim:") 
     if app.configured:
         check_broker(app)
         add()
+    identity = WorkerIdentity.read()
+    if identity is not None:
+        from .plugin import activate
+
+        activate(app, identity)
 
 
 def _add_router(app: Celery, router: IntakeRouter, source: Any = None, **_: Any) -> None:

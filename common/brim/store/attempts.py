@@ -38,7 +38,10 @@ class AttemptSide(Base):
         return ClaimAnswer(self.runner.run("bind", names, [attempt, proc]).decode())
 
     def finish(self, task_id: str, attempt: str, proc: str) -> ClaimAnswer:
-        """The finish claim: the user's function is over, its callbacks and result are not out yet."""
+        """The finish claim: the user's function is over, its callbacks and result are not out yet.
+
+        ``proc`` is empty when the worker's main process claims, for instance for a task that was revoked there.
+        """
         keys = self.keys
         names = [keys.task(task_id), keys.story(task_id), keys.counts]
         return ClaimAnswer(self.runner.run("finish", names, [attempt, proc]).decode())

@@ -1,0 +1,103 @@
+"""What a device's worker tells the store about its attempts, patiently: an outage of Redis loses no attempt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery.utils.log import get_logger
+
+from brim.core.model import AttemptView, Reason, State
+from brim.settings import Settings
+from brim.store import Store
+from brim.store.connection import connect, is_outage
+from brim.store.types import ClaimAnswer, Outcome
+
+from .agent_link import WorkerIdentity, WorkerSide
+from .envelope import AttemptHeader
+
+log = get_logger("brim.worker")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+
+MAIN_PROCESS = ""
+"""Said instead of an executor's name by the worker's main process, which speaks for all of its executors."""
+
+T = TypeVar("T")
+
+
+class Attempts:
+    """One process's side of the claims. Each call is asked again while Redis is away, for ``patience_s`` at most.
+
+    An executor's patience has no end: what it computed is worth waiting for, and its node keeps the lease. The
+    main process must not stop listening for long.
+    """
+
+    def __init__(self, identity: WorkerIdentity, settings: Settings, patience_s: float = float("inf")) -> None:
+        self._identity = identity
+        self._patience_s = patience_s
+        self._agent = WorkerSide(identity)
+        self._max_attempts = settings.placement.max_attempts
+        self.store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+
+    def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
+        """The start claim, before the pool gets the task."""
+        return self._patiently(lambda: self.store.claim(task_id, attempt.attempt, self._identity.boot))
+
+    def bind(self, task_id: str, attempt: AttemptHeader, proc: str) -> ClaimAnswer:
+        """An executor is about to run the task."""
+        return self._patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc))
+
+    def finish(self, task_id: str, attempt: AttemptHeader, proc: str) -> ClaimAnswer:
+        """The finish claim: only who is granted it may publish anything about the task."""
+        return self._patiently(lambda: self.store.finish(task_id, attempt.attempt, proc))
+
+    def end(
+        self,
+        task_id: str,
+        attempt: AttemptHeader,
+        state: State,
+        reason: Reason | None = None,
+        leftover_mib: Sequence[int] | None = None,
+    ) -> None:
+        """The end, after the result: the reservation becomes leftover, and the agent looks at once."""
+        outcome = Outcome(state, reason, leftover_mib, attempt.context_mib)
+        self._patiently(lambda: self.store.end(task_id, attempt.attempt, attempt.devices, outcome))
+        self._agent.changed()
+
+    def requeue(self, task_id: str, attempt: AttemptHeader, reason: Reason) -> None:
+        """The task asked to be delivered again (``Reject(requeue=True)``): it waits in its old place."""
+        view = AttemptView(
+            task_id,
+            attempt.attempt,
+            attempt.devices,
+            attempt.vram_mib,
+            proc=MAIN_PROCESS,
+            state=State.FINISHING,
+            boot=self._identity.boot,
+            placed_s=0.0,
+            claimed_s=None,
+            lane="",
+            context_mib=attempt.context_mib,
+        )
+        self._patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
+        self._agent.changed()
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        deadline = time.monotonic() + self._patience_s
+        pause_s = 0.0
+        while True:
+            try:
+                time.sleep(pause_s)
+                return call()
+            except SoftTimeLimitExceeded:
+                # It was meant for the task's function, which does not run now; the script may be asked twice.
+                pause_s = 0.0
+            except Exception as error:
+                if not is_outage(error) or time.monotonic() > deadline:
+                    raise
+                if not pause_s:
+                    log.warning("Redis is away, trying again: %s", error)
+                pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)

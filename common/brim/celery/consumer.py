@@ -1,0 +1,244 @@
+"""What runs in the main process of a device's worker: the start claim, and outcomes that arise there.
+
+Celery gives some answers before or without an executor: a task has expired, was revoked, hit its hard time limit,
+is unknown, cannot be decoded. Each of them is an answer about an attempt, so the attempt must be the live one:
+the finish claim comes first, then Celery's own answer, then the end; all of it before an executor is killed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from billiard.common import TERM_SIGNAME
+from billiard.einfo import ExceptionWithTraceback
+from celery import Celery, Task, bootsteps, platforms
+from celery.exceptions import Ignore, NotRegistered, Reject, Retry, Terminated, WorkerLostError
+from celery.utils.imports import instantiate, symbol_by_name
+from celery.utils.log import get_logger
+from celery.worker import state as worker_state
+from celery.worker.request import Request
+from kombu.utils.objects import cached_property
+
+from brim.core.model import Reason, State
+from brim.store.types import ClaimAnswer
+
+from .attempts import MAIN_PROCESS, Attempts
+from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, received
+from .executor import failure
+
+log = get_logger("brim.worker")
+
+NOT_OURS = (Ignore, Retry, WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)
+"""What executors or agents deal with: nothing is published about the task in the main process."""
+
+
+def prepare(tasks: Iterable[Any], attempts: Attempts) -> None:
+    """Have every task's messages claimed, and acknowledged only when their attempt is over."""
+    for task in tasks:
+        task.acks_late = True
+        task.acks_on_timeout = True
+        task.reject_on_worker_lost = True
+        task.retry_on_worker_lost = False
+        base = symbol_by_name(task.Request)
+        task.Request = type("Request", (AttemptRequest, base), {"attempts": attempts})
+        task.Strategy = partial(strategy, attempts, task.Strategy)
+
+
+def strategy(attempts: Attempts, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
+    """The task's own strategy behind the start claim; a message that is not granted is acknowledged silently."""
+    handle = instantiate(inner, task, app, consumer, **options)
+
+    def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
+        attempt = attempt_of(message)
+        if attempt is None:
+            # Its memory is unknown here: whoever sent it past placement, intake knows what to do with it.
+            log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
+            forward(message)
+        else:
+            answer = attempts.claim(message.headers["id"], attempt)
+            if answer is ClaimAnswer.GRANTED:
+                return handle(message, body, ack, reject, callbacks, **more)
+            log.info("attempt %s of %s may not start: %s", attempt.attempt, message.headers["id"], answer)
+        return ack(log, consumer.connection_errors)
+
+    return on_message
+
+
+class AttemptRequest(Request):
+    """Mixed into every task's request class in a device's worker."""
+
+    attempts: Attempts
+    _granted: bool | None = None
+    _ended = False
+
+    @cached_property
+    def attempt(self) -> AttemptHeader:
+        """The attempt that this request is; there is one, or the strategy would have sent it away."""
+        attempt = AttemptHeader.read(self._request_dict[HEADER])
+        assert attempt is not None
+        return attempt
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        if not self._may_answer():
+            self._already_revoked = True
+            self._drop()
+            return
+        super()._announce_revoked(reason, terminated, signum, expired)
+        if expired:
+            self._end(State.EXPIRED, Reason("expired", "expired in its device's queue"))
+        else:
+            self._end(State.CANCELLED, Reason("revoked", f"revoked while in its device's worker ({reason})"))
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Revoked with ``terminate=True``: answered and ended before the executor is killed."""
+        if not self.time_start:
+            super().terminate(pool, signal)  # once it is accepted
+            return
+        number = platforms.signals.signum(signal or TERM_SIGNAME)
+        self._announce_revoked("terminated", True, number, False)
+        pool.terminate_job(self.worker_pid, number)
+        result = self._apply_result() if self._apply_result is not None else None
+        if result is not None:
+            result.terminate(number)
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """The pool calls this before it kills the executor of a task that hit its hard limit."""
+        inherited = partial(super().on_timeout, soft, timeout)
+        if soft:
+            inherited()
+        else:
+            self._answer(inherited, Reason("time_limit", f"hit its hard time limit of {timeout:g} s"))
+
+    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> None:
+        """A failure that the executor has not published itself is published here, if that is allowed."""
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
+        inherited = partial(super().on_failure, exc_info, send_failed_event, return_ok)
+        answered = error.requeue if isinstance(error, Reject) else return_ok or isinstance(error, NOT_OURS)
+        if answered:
+            inherited()
+        else:
+            self._answer(inherited, failure(error))
+
+    def _answer(self, answer: Callable[[], None], reason: Reason) -> None:
+        if self._may_answer():
+            answer()
+            self._end(State.FAILED, reason)
+        else:
+            self._drop()
+
+    def _may_answer(self) -> bool:
+        """The finish claim; asked once, because Celery announces some outcomes twice."""
+        if self._granted is None:
+            answer = self.attempts.finish(self.id, self.attempt, MAIN_PROCESS)
+            self._granted = answer is ClaimAnswer.GRANTED
+            if not self._granted:
+                log.info("attempt %s of %s may not answer: %s", self.attempt.attempt, self.id, answer)
+        return self._granted
+
+    def _end(self, state: State, reason: Reason) -> None:
+        if not self._ended:
+            self._ended = True
+            self.attempts.end(self.id, self.attempt, state, reason)
+
+    def _drop(self) -> None:
+        """Let go of a message whose attempt is somebody else's by now."""
+        worker_state.task_ready(self)
+        self.acknowledge()
+
+
+class BrimStep(bootsteps.StartStopStep):
+    """In the consumer: prepares the tasks, keeps reserved messages from being redelivered, tells Flower.
+
+    Celery's transport gives an unacknowledged message to somebody else after its visibility timeout; renewing
+    its entry means that this never strikes a worker that lives.
+    """
+
+    name: Any = "brim"
+    requires: Any = ("celery.worker.consumer.tasks:Tasks",)
+    attempts: Attempts
+    device: str
+
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        super().__init__(consumer, **options)
+        self._timer: Any = None
+        prepare(consumer.app.tasks.values(), self.attempts)
+        for hook in ("on_unknown_task", "on_invalid_task"):
+            setattr(consumer, hook, self._answering(consumer, getattr(consumer, hook), message_at=1))
+        consumer.on_decode_error = self._answering(consumer, consumer.on_decode_error, message_at=0)
+
+    def start(self, consumer: Any) -> None:
+        """Renew from now on, on this connection."""
+        every_s = consumer.task_consumer.channel.visibility_timeout / 4
+        self._timer = consumer.timer.call_repeatedly(every_s, renew, (consumer,))
+
+    def stop(self, consumer: Any) -> None:
+        """The connection is going."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def info(self, consumer: Any) -> dict[str, Any]:
+        """The device's entry of the availability table, for ``inspect stats`` and Flower's page of the worker."""
+        for device in self.attempts.store.devices():
+            if device.uuid == self.device:
+                return {
+                    "gpu": {
+                        "uuid": device.uuid,
+                        "model": device.model,
+                        "state": device.state,
+                        "total_mib": device.total_mib,
+                        "available_mib": device.available_mib,
+                        "committed_mib": device.committed_mib,
+                        "external_mib": device.external_mib,
+                        "executors": device.executors,
+                        "busy": device.busy,
+                    }
+                }
+        return {}
+
+    def _answering(self, consumer: Any, hook: Callable[..., None], message_at: int) -> Callable[..., None]:
+        """A hook of Celery's for messages that no task can take, which tells the producer why (Celery does not)."""
+
+        def answering(*args: Any) -> None:
+            message, error = args[message_at], args[-1]
+            attempt = attempt_of(message)
+            if attempt is not None:
+                task_id, task = message.headers["id"], message.headers["task"]
+                granted = (
+                    self.attempts.claim(task_id, attempt) is ClaimAnswer.GRANTED
+                    and self.attempts.finish(task_id, attempt, MAIN_PROCESS) is ClaimAnswer.GRANTED
+                )
+                if not granted:
+                    message.ack_log_error(log, consumer.connection_errors)
+                    return
+                cause = NotRegistered(task) if isinstance(error, KeyError) else error
+                request = context(received(message))
+                consumer.app.backend.mark_as_failure(
+                    task_id, cause, request=request, store_result=not request.ignore_result
+                )
+                self.attempts.end(task_id, attempt, State.FAILED, failure(cause))
+            hook(*args)
+
+        return answering
+
+
+def renew(consumer: Any) -> None:
+    """Say that every message which this worker has reserved is in good hands."""
+    channel = consumer.task_consumer.channel
+    tags = [request.message.delivery_tag for request in worker_state.reserved_requests if not request.acknowledged]
+    if tags:
+        with channel.conn_or_acquire() as client:
+            client.zadd(channel.unacked_index_key, dict.fromkeys(tags, time.time()), xx=True)
+
+
+def attempt_of(message: Any) -> AttemptHeader | None:
+    """The attempt in a message's header, None where placement has not sent it."""
+    try:
+        return AttemptHeader.read(message.headers.get(HEADER) or {})
+    except MalformedMessage:
+        return None

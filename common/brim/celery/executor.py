@@ -1,0 +1,282 @@
+"""What runs inside an executor, a pool process of a device's worker: claims around the user's function.
+
+Celery stores STARTED before the function, and sends callbacks before the result; nothing of that may happen for
+an attempt that is not the live one. So the trace function is wrapped (bind first, end last), and the task
+itself (finish claim between the function's end and everything that follows from it).
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+from billiard.einfo import ExceptionInfo
+from celery import Celery, Task
+from celery.app.trace import TraceInfo, build_tracer, trace_ok_t
+from celery.canvas import Signature, _chain, chord
+from celery.exceptions import Ignore
+from celery.states import FAILURE, IGNORED, REJECTED, RETRY
+from celery.utils.log import get_logger
+
+from brim.core.model import Reason, State
+from brim.gpu.probe import DeviceFault, NodeFault, Probe, open_probe
+from brim.gpu.process import proc_id
+from brim.store.types import ClaimAnswer
+
+from .attempts import Attempts
+from .envelope import HEADER, INTAKE_QUEUE, AttemptHeader
+from .errors import TaskOutOfMemory
+from .routing import declare_intake
+
+log = get_logger("brim.worker")
+
+REASON_CHARACTERS = 500
+"""How much of an exception's text a task's record keeps."""
+
+
+def prepare(app: Celery, hostname: str, attempts: Attempts) -> None:
+    """Wrap every task of this process; it may run attempts from then on."""
+    executor = Executor(app, attempts)
+    declare_intake(app)
+    for name, task in app.tasks.items():
+        if not isinstance(task, AttemptTask):
+            task.__class__ = type(type(task).__name__, (AttemptTask, type(task)), {"__module__": type(task).__module__})
+        task.__trace__ = executor.traced(build_tracer(name, task, app.loader, hostname, app=app))
+
+
+class Execution:
+    """One attempt while this process runs it."""
+
+    def __init__(self, attempts: Attempts, task_id: str, attempt: AttemptHeader, proc: str) -> None:
+        self.attempts = attempts
+        self.task_id = task_id
+        self.attempt = attempt
+        self.proc = proc
+        self.entered = False
+        self.refused = False
+        self.replaced_by: Signature | None = None
+
+    def bind(self) -> ClaimAnswer:
+        """Claim the attempt for this process."""
+        return self.attempts.bind(self.task_id, self.attempt, self.proc)
+
+    def finish(self) -> None:
+        """Claim what follows the function; raises `Ignore` if this attempt is not the live one any more."""
+        answer = self.attempts.finish(self.task_id, self.attempt, self.proc)
+        if answer is not ClaimAnswer.GRANTED:
+            self.refused = True
+            raise Ignore(f"attempt {self.attempt.attempt} may not publish: {answer}")
+
+    def over(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``function`` and claim the finish when it has returned or raised.
+
+        An exception of `MemoryError`'s family would make the whole worker exit; it is replaced, after its
+        frames, which hold the task's memory, have been let go.
+        """
+        try:
+            result = function(*args, **kwargs)
+        except MemoryError as error:
+            out_of_memory = plain(error)
+        except Exception:
+            self.finish()
+            raise
+        else:
+            self.finish()
+            return result
+        self.finish()
+        raise out_of_memory
+
+
+_current: ContextVar[Execution | None] = ContextVar("brim_execution", default=None)
+
+
+class AttemptTask(Task):
+    """Mixed into every task of an executor; tasks that run outside an attempt are not touched."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function as the worker calls it; not when another task's function calls it."""
+        execution = self._execution()
+        if execution is None or execution.entered:
+            return super().__call__(*args, **kwargs)
+        execution.entered = True
+        return execution.over(super().__call__, *args, **kwargs)
+
+    def before_start(self, *args: Any, **kwargs: Any) -> None:
+        """The user's own hook; what it raises is the task's failure."""
+        execution = self._execution()
+        try:
+            super().before_start(*args, **kwargs)
+        except Exception:
+            if execution is not None:
+                execution.finish()
+            raise
+
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """Publishes from inside the function: the finish claim comes first."""
+        self._claim()
+        return super().retry(*args, **kwargs)
+
+    def on_replace(self, sig: Signature) -> Any:
+        """Publishes the replacement from inside the function: the finish claim comes first."""
+        execution = self._claim()
+        if execution is not None:
+            execution.replaced_by = sig
+        return super().on_replace(sig)
+
+    def add_to_chord(self, sig: Signature, lazy: bool = False) -> Any:
+        """Lengthens the chord from inside the function: the finish claim comes first."""
+        self._claim()
+        return super().add_to_chord(sig, lazy)
+
+    def _claim(self) -> Execution | None:
+        execution = self._execution()
+        if execution is not None:
+            execution.finish()
+        return execution
+
+    def _execution(self) -> Execution | None:
+        execution = _current.get()
+        return execution if execution is not None and self.request.id == execution.task_id else None
+
+
+class Executor:
+    """This process, as its attempts see it."""
+
+    def __init__(self, app: Celery, attempts: Attempts) -> None:
+        self._app = app
+        self._attempts = attempts
+        self._proc = proc_id() or ""
+        self._memory = OwnMemory(os.environ.get("BRIM_DEVICES"))
+
+    def traced(self, trace: Any) -> Any:
+        """Celery's trace function of a task with the bind in front and the end behind."""
+
+        def traced(uuid: str, args: Any, kwargs: Any, request: Any = None) -> Any:
+            attempt = AttemptHeader.read((request or {}).get(HEADER) or {})
+            if attempt is None:
+                return trace(uuid, args, kwargs, request)
+            execution = Execution(self._attempts, uuid, attempt, self._proc)
+            answer = execution.bind()
+            if answer is not ClaimAnswer.GRANTED:
+                return _ignored(f"attempt {attempt.attempt} may not run: {answer}")
+            token = _current.set(execution)
+            try:
+                traced_outcome = trace(uuid, args, kwargs, request)
+            except MemoryError as error:
+                out_of_memory = plain(error)
+            else:
+                self._end(execution, traced_outcome.info)
+                return traced_outcome
+            finally:
+                _current.reset(token)
+            raise out_of_memory
+
+        return traced
+
+    def _end(self, execution: Execution, info: TraceInfo | None) -> None:
+        """End the attempt by what the trace function made of it, unless somebody else does or may not at all."""
+        if execution.refused:
+            return
+        task_id, attempt = execution.task_id, execution.attempt
+        if info is not None and info.state == REJECTED:
+            if info.retval.requeue:
+                execution.attempts.requeue(task_id, attempt, Reason("requeued", "the task asked to be requeued"))
+            # Otherwise Celery answers in the main process, and the attempt is ended there.
+            return
+        state, reason = self._outcome(execution, info)
+        execution.attempts.end(task_id, attempt, state, reason, self._memory.leftover_mib(attempt.devices))
+
+    def _outcome(self, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:
+        if info is None:
+            return State.SUCCEEDED, None
+        if execution.replaced_by is not None:
+            return self._handed_over(execution.replaced_by, "replaced")
+        if info.state == RETRY:
+            return self._handed_over(info.retval.sig, "retried")
+        if info.state == IGNORED:
+            return State.SUCCEEDED, Reason("ignored", f"the task raised Ignore: {info.retval}")
+        assert info.state == FAILURE
+        return State.FAILED, failure(info.retval)
+
+    def _handed_over(self, sig: Signature, how: str) -> tuple[State, Reason]:
+        """Whether the message that carries the task's id on comes back to intake, or leaves brim."""
+        carrier = _carrier(sig)
+        if goes_to_intake(self._app, carrier):
+            return State.HANDED_OVER, Reason(how, f"{how} by {carrier.task}" if how == "replaced" else how)
+        return State.SUCCEEDED, Reason(how, f"{how} by {carrier.task}, which does not go through brim")
+
+
+class OwnMemory:
+    """What this process itself holds on devices, where it can know."""
+
+    def __init__(self, spec: str | None) -> None:
+        self._simulated = (spec or "").strip().startswith("sim:")
+        self._probe: Probe | None = None
+        with suppress(NodeFault):
+            self._probe = open_probe(spec)
+            self._probe.devices()
+
+    def leftover_mib(self, devices: Sequence[str]) -> list[int] | None:
+        """MiB on each device; None where the driver does not tell (brim then waits for a report).
+
+        A real driver's list that lacks this process proves nothing: inside a container its pids are the host's.
+        """
+        if self._probe is None:
+            return None
+        try:
+            samples = self._probe.sample()
+        except NodeFault:
+            return None
+        amounts: list[int] = []
+        for uuid in devices:
+            sample = samples.get(uuid)
+            if sample is None or isinstance(sample, DeviceFault):
+                return None
+            amount = sample.processes.get(os.getpid(), 0 if self._simulated else None)
+            if amount is None:
+                return None
+            amounts.append(amount)
+        return amounts
+
+
+def plain(error: MemoryError) -> TaskOutOfMemory:
+    """The exception that stands for one of `MemoryError`'s family: its traceback as text, not its frames."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    replacement = TaskOutOfMemory(f"{name}: {error}" if str(error) else name)
+    replacement.add_note("Raised here:\n" + "".join(traceback.format_tb(error.__traceback__)))
+    return replacement
+
+
+def failure(error: BaseException) -> Reason:
+    """Why a task failed, for its record."""
+    text = f"{type(error).__name__}: {error}"
+    return Reason("failed", text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…")
+
+
+def goes_to_intake(app: Celery, sig: Signature) -> bool:
+    """Whether publishing the signature puts it into the intake queue."""
+    route = app.amqp.router.route(dict(sig.options), sig.task, sig.args, sig.kwargs, app.tasks.get(sig.task))
+    queue = route.get("queue")
+    return bool(getattr(queue, "name", queue) == INTAKE_QUEUE)
+
+
+def _carrier(sig: Any) -> Signature:
+    """The task of a workflow that ends under the workflow's own id."""
+    while isinstance(sig, _chain | chord):
+        sig = sig.tasks[-1] if isinstance(sig, _chain) else sig.body
+    found: Signature = sig
+    return found
+
+
+def _ignored(why: str) -> trace_ok_t:
+    """What Celery's trace function returns for a task that raised `Ignore`."""
+    log.info("%s", why)
+    try:
+        raise Ignore(why)
+    except Ignore as error:
+        return trace_ok_t(ExceptionInfo(internal=True), TraceInfo(IGNORED, error), 0.0, None)

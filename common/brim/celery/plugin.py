@@ -1,0 +1,109 @@
+"""brim in a device's worker: what `brim.install` adds where a node agent has started the process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from celery import Celery, current_app
+from celery.signals import celeryd_init, worker_process_init
+from celery.utils.log import get_logger
+
+from brim.core.attributes import TaskSignature
+from brim.settings import Settings
+
+from . import consumer, executor
+from .agent_link import WorkerIdentity, WorkerSide
+from .attempts import Attempts
+
+log = get_logger("brim.worker")
+
+MAIN_PATIENCE_S = 10.0
+"""How long the main process waits for Redis before it gives an attempt up to its agent."""
+
+EXIT_STATUS = 70
+"""Of a worker process that brim cannot work in (``EX_SOFTWARE`` of sysexits.h)."""
+
+CHILD_START_S = 300.0
+"""A spawned executor imports the user's code, often a whole framework; Celery would give it four seconds."""
+
+
+def activate(app: Celery, identity: WorkerIdentity) -> None:
+    """Make this process a part of the device's worker: its main process or one of its executors."""
+    WorkerSide(identity).attach()
+    for signal, handler in ((celeryd_init, _on_worker), (worker_process_init, _on_executor)):
+        signal.connect(_or_exit(partial(handler, identity)), weak=False, dispatch_uid=f"brim.{handler.__name__}")
+
+
+def registration(app: Celery) -> tuple[list[str], dict[str, TaskSignature]]:
+    """The names of an app's tasks, and the signatures of those that have one that can be read."""
+    app.loader.import_default_modules()
+    names = sorted(app.tasks)
+    signatures: dict[str, TaskSignature] = {}
+    for name in names:
+        try:
+            signatures[name] = TaskSignature.from_callable(app.tasks[name].run)
+        except (TypeError, ValueError):
+            continue
+    return names, signatures
+
+
+def unpicklable_settings(app: Celery) -> list[tuple[str, str]]:
+    """What of an app cannot be sent to spawned pool processes: (setting, why), for an error message."""
+    app.conf.task_routes  # noqa: B018  (reads the configuration)
+    parts = app.__reduce_keys__()
+    settings = parts.pop("changes")
+    parts["config_from_object(...)"] = parts.pop("config_source")
+    return [
+        (name, why) for name, value in {**parts, **settings}.items() if (why := _why_unpicklable(value)) is not None
+    ]
+
+
+def _why_unpicklable(value: Any) -> str | None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # any code of the value's own may run here
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _or_exit(handler: Callable[..., None]) -> Callable[..., None]:
+    """Celery goes on when a signal's handler fails; without brim's claims a worker must not take a task."""
+
+    def handle(**arguments: Any) -> None:
+        try:
+            handler(**arguments)
+        except Exception:
+            log.critical("brim cannot work in this process, so it stops", exc_info=True)
+            raise SystemExit(EXIT_STATUS) from None
+
+    return handle
+
+
+def _on_worker(identity: WorkerIdentity, conf: Any, instance: Any, **_: Any) -> None:
+    """The worker's main process is being set up: its settings, whatever the user's app says, then its step."""
+    queue = identity.queue
+    conf.update(
+        worker_pool_start_method="spawn",
+        worker_prefetch_multiplier=1,
+        worker_send_task_events=True,
+        worker_proc_alive_timeout=max(conf.worker_proc_alive_timeout or 0.0, CHILD_START_S),
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        broker_transport_options={
+            **conf.broker_transport_options,
+            "unacked_key": f"unacked.{queue}",
+            "unacked_index_key": f"unacked_index.{queue}",
+            "unacked_mutex_key": f"unacked_mutex.{queue}",
+        },
+    )
+    attempts = Attempts(identity, Settings(), MAIN_PATIENCE_S)
+    fields = {"attempts": attempts, "device": identity.device, "__module__": consumer.__name__}
+    instance.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
+
+
+def _on_executor(identity: WorkerIdentity, sender: str, **_: Any) -> None:
+    """A pool process is up."""
+    app: Celery = current_app._get_current_object()
+    executor.prepare(app, sender, Attempts(identity, Settings()))
