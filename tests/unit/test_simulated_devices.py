@@ -216,6 +216,30 @@ def test_what_a_killed_process_held_is_free_again(probe, uuid):
         simulated.allocate(700).free()
 
 
+def test_a_neighbour_within_its_reservation_never_dies_of_anothers_excess(probe, uuid):
+    """With the guard on, what each process may hold is its reservation: excess is refused to whoever exceeds."""
+    # given: reservations that fit the device, contexts included; the other process takes all it can get
+    greedy = """
+simulated.set_limit(250)
+for mib in (250, 600, 251):
+    try:
+        block = simulated.allocate(mib)
+    except simulated.OutOfMemoryError:
+        continue
+"""
+    with another_process(greedy) as other:
+        assert sample(probe, uuid).processes == {other.pid: CONTEXT_MIB + 250}
+
+        # when: this one takes all of its reservation, again and again
+        simulated.set_limit(150)
+        for _ in range(20):
+            simulated.allocate(150).free()
+
+    # then: only the excess was refused
+    witness = simulated.witness()[uuid]
+    assert (witness.refused, witness.limited) == (0, 2)
+
+
 def test_an_outside_process_takes_memory_but_is_no_task(probe, uuid):
     with another_process(f"simulated.hold({uuid!r}, 800)") as other:
         assert sample(probe, uuid).processes == {other.pid: 800}

@@ -28,7 +28,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,7 +63,7 @@ class Witness:
 # --- the books of one device -------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass
 class _Process:
     """One process on one device: its context, what its allocator has and has handed out, what it holds."""
 
@@ -79,7 +79,7 @@ class _Process:
         return (self.context_mib or 0) + self.reserved_mib + self.held_mib
 
 
-@dataclass(slots=True)
+@dataclass
 class _Books:
     """The state of one device; ``fault`` is a (code, message) while the device plays lost."""
 
@@ -98,24 +98,36 @@ class _Books:
     def used_mib(self) -> int:
         return sum(process.used_mib for process in self.processes.values())
 
+    @property
+    def free_mib(self) -> int:
+        return self.total_mib - self.used_mib
+
+    @property
+    def tasks(self) -> int:
+        """Processes that hold more than their context."""
+        return sum(process.allocated_mib > 0 for process in self.processes.values())
+
     def bury_the_dead(self) -> None:
+        """Frees what dead processes held; it costs a look at each, so it is done only where it can matter."""
         self.processes = {proc: process for proc, process in self.processes.items() if is_alive(proc)}
 
     def mine(self) -> _Process:
         return self.processes.setdefault(_me(), _Process())
 
     def witness(self) -> None:
-        tasks = sum(process.allocated_mib > 0 for process in self.processes.values())
+        if self.used_mib > self.peak_mib or self.tasks > self.most_tasks:
+            self.bury_the_dead()
         self.peak_mib = max(self.peak_mib, self.used_mib)
-        self.most_tasks = max(self.most_tasks, tasks)
+        self.most_tasks = max(self.most_tasks, self.tasks)
 
     def require(self, growth_mib: int, asked_mib: int) -> None:
         """Refuses growth beyond the device's capacity."""
-        free_mib = self.total_mib - self.used_mib
-        if growth_mib > max(free_mib, 0):
+        if growth_mib > self.free_mib:
+            self.bury_the_dead()
+        if growth_mib > max(self.free_mib, 0):
             raise OutOfMemoryError(
                 f"out of memory on {self.uuid}: tried to allocate {asked_mib} MiB, "
-                f"{free_mib} MiB of {self.total_mib} MiB are free"
+                f"{self.free_mib} MiB of {self.total_mib} MiB are free"
             )
 
     def open_context(self, mib: int) -> None:
@@ -154,7 +166,7 @@ class _Books:
             raise
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        return json.dumps(self, default=vars, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -189,7 +201,6 @@ def _books(path: Path, *, change: bool) -> Iterator[_Books]:
         fcntl.flock(fd, fcntl.LOCK_EX if change else fcntl.LOCK_SH)
         half, length = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
         books = _Books.from_bytes(os.pread(fd, length, _HEADER.size + half * _HALF_BYTES))
-        books.bury_the_dead()
         try:
             yield books
         finally:
@@ -394,13 +405,13 @@ def _sample(path: Path) -> Sample | DeviceFault:
     with _books(path, change=False) as books:
         if books.fault is not None:
             return DeviceFault(books.uuid, Reason(*books.fault))
-        used_mib = books.used_mib
+        books.bury_the_dead()
         processes: dict[int, int | None] = {
             int(proc.partition(".")[0]): process.used_mib
             for proc, process in books.processes.items()
             if process.used_mib
         }
-        return Sample(books.total_mib, used_mib, books.total_mib - used_mib, processes)
+        return Sample(books.total_mib, books.used_mib, books.free_mib, processes)
 
 
 def _device_info(index: int, model: str, total_mib: int) -> DeviceInfo:
