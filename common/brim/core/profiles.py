@@ -48,6 +48,7 @@ from brim.core.patterns import best_match
 
 MAX_MIB = 1 << 24
 """16 TiB: beyond this an amount is a mistake, whatever the hardware."""
+MAX_MARGIN = 10.0
 MIN_CLASS_STEP_MIB = 16
 CLASSES_PER_OCTAVE = 32
 
@@ -116,7 +117,7 @@ class ProfileDefaults(BaseModel):
     """The CUDA context of the task's process: about 160 to 600 MiB."""
     weights_mib: Mib = 0
     """What the process keeps resident besides the context: a model's weights."""
-    margin: Annotated[float, Field(strict=True, ge=1, le=10)] = 1.3
+    margin: Annotated[float, Field(strict=True, ge=1, le=MAX_MARGIN)] = 1.3
     """Factor on ``vram``; 1.3 is where to start while nothing has been measured."""
     gpus: Literal[1] = 1
     cpus: Annotated[float, Field(strict=True, ge=0, le=4096)] = 0.0
