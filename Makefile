@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo up test check bench-sampling constraints clean
+.PHONY: help setup demo up test check bench-calibration bench-sampling constraints clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ check: $(READY) ## lint, types, import layers, and the wheel in a clean environm
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/packaging/check_wheel.py
+
+bench-calibration: $(READY) ## how wrong tables are put right by measured peaks: out-of-memory rate and over-reservation
+	$(BIN)/python tests/benchmarks/bench_calibration.py $(ARGS)
 
 bench-sampling: $(READY) ## what following memory costs: CPU share at 8 GPUs with 8 processes each
 	$(BIN)/python tests/benchmarks/bench_sampling.py $(ARGS)
