@@ -171,6 +171,7 @@ class Agent(Section):
     )
     quarantine_s: float = Field(60.0, ge=0, description="that while, from the latest such event, in seconds")
     drain_grace_s: float = Field(60.0, ge=0, description="running tasks may finish this long on SIGTERM, in seconds")
+    log_folder: Path = Field(Path(".brim/logs"), description="where the workers' logs go")
     restart_backoff_s: float = Field(
         0.5, gt=0, description="pause before a dead worker is started again, doubled each time, in seconds"
     )

@@ -62,7 +62,12 @@ class Stack:
         self.restart = restart
         self.ignore_memory = ignore_memory
         url = f"redis://{embedded.HOST}:{ports.redis}/0"
-        self.settings = settings.model_copy(update={"redis": settings.redis.model_copy(update={"url": url})})
+        self.settings = settings.model_copy(
+            update={
+                "redis": settings.redis.model_copy(update={"url": url}),
+                "agent": settings.agent.model_copy(update={"log_folder": folder / "logs"}),
+            }
+        )
         client = redis.Redis.from_url(url, socket_timeout=settings.redis.socket_timeout_s)
         self.store = Store(client, settings.broker.global_keyprefix + settings.redis.prefix)
 

@@ -185,9 +185,8 @@ class Supervisor:
 
     def _stop_together(self, children: Sequence[Child]) -> None:
         running = [(child, child.process.pid) for child in children if child.process is not None]
-        for child, _ in running:
-            assert child.process
-            child.process.terminate()
+        for _, pid in running:
+            os.kill(pid, signal.SIGTERM)  # `Popen.terminate` would reap one that has just died, and free its id
         asked_at = time.monotonic()
         for child, pid in running:
             left_s = asked_at + child.command.grace_s - time.monotonic()

@@ -99,6 +99,16 @@ def test_stop_kills_the_stubborn_after_their_grace_time(supervisor: Supervisor) 
     assert members(sessions) == []
 
 
+def test_stop_does_not_mind_a_child_that_has_just_died(supervisor: Supervisor) -> None:
+    child = supervisor.start(Command("c", SLEEPER))
+    os.kill(child.pid or 0, signal.SIGKILL)
+    wait_until(lambda: members([child.pid or 0]) == [], 10, "it has died")
+
+    supervisor.stop()
+
+    assert child.pid is None
+
+
 LOGGING_END = [
     sys.executable,
     "-c",

@@ -154,6 +154,11 @@ def test_a_draining_node_hands_back_what_has_not_begun() -> None:
     assert codes(actions(sight(*attempts, draining=True))) == [("node_draining", False)] * 2
 
 
+def test_an_attempt_that_its_worker_answers_itself_is_not_handed_back() -> None:
+    answering = attempt(state=State.FINISHING, proc="")
+    assert actions(sight(answering, draining=True)) == []
+
+
 def test_a_worker_that_takes_no_message_is_restarted() -> None:
     memory = Remembered(idle_since={GPU: 0.0})
     for number in range(STALLS):

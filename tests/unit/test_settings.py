@@ -83,7 +83,7 @@ def test_a_child_process_gets_the_same_settings(tmp_path: Path, monkeypatch: pyt
         redis={"url": "redis://h:1/0"},
         broker={"global_keyprefix": "x:", "priority_steps": (0, 9)},
         resources={"table": tmp_path / "table.yaml"},
-        agent={"labels": {"zone": "a"}, "headroom_mib": 1},
+        agent={"labels": {"zone": "a"}, "headroom_mib": 1, "log_folder": tmp_path},
         results={"app_options": {"result_expires": 60}},
     )
     for name, value in settings.environment().items():

@@ -157,11 +157,9 @@ def _loss(attempt: AttemptView, sight: Sight, doomed: set[str]) -> Reason | None
     if attempt.proc in doomed:
         # Its bind was refused: an attempt is bound to an executor to be replaced in no other way.
         return Reason(REPLACED, f"executor {attempt.proc} is being replaced to get its leftover memory back")
-    if attempt.boot:
+    if attempt.boot or worker.ready:
         return None
-    if sight.draining:
-        return DRAINING
-    return None if worker.ready else Reason("worker_down", f"the worker of {device} is not ready")
+    return Reason("worker_down", f"the worker of {device} is not ready")
 
 
 def _not_started(
@@ -171,7 +169,7 @@ def _not_started(
     device = attempt.devices[0]
     if attempt.proc:
         return None
-    if sight.draining:
+    if sight.draining and attempt.state is not State.FINISHING:  # the worker itself answers that one
         return DRAINING
     if device not in idle_since or sight.now_s - max(attempt.placed_s, idle_since[device]) < start_timeout_s:
         return None

@@ -1,0 +1,328 @@
+"""The agent's loop: one thread, which sleeps until a process ends, a worker has something to say, or it is time.
+
+Each look renews the lease, compares the books with the processes that live, does what `brim.core.oversight`
+decides, and reports memory. While Redis is away the agent goes on watching; what it could not do is found again at
+the next look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+
+from celery import Celery
+
+from brim.celery.agent_link import Event, Listener
+from brim.celery.plugin import registration
+from brim.core.model import AttemptView, Reason, State
+from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Sight, decide
+from brim.gpu.probe import DeviceInfo, Probe, open_probe
+from brim.settings import ConfigurationError, Problem, Settings
+from brim.store import Store
+from brim.store.connection import address, is_outage
+from brim.store.types import EndAnswer, LoseAnswer
+from brim_services.loop import open_store, patiently, stop_on_signals
+from brim_services.supervise import Supervisor
+
+from .app import check_app, load_app
+from .presence import Presence, Refused
+from .results import Results
+from .takeover import Boot, take_over
+from .watch import Watch
+from .workers import Workers
+
+log = logging.getLogger("brim.agent")
+
+LOOK_S = 0.25
+"""Longest time between two looks."""
+HURRY_S = 0.05
+"""Shortest time between two looks, however much happens."""
+AWAY_S = 1.0
+"""Between two tries while Redis is away."""
+
+CUT_SHORT = Reason("node_draining", "the node shut down before the task was over")
+
+
+class StopBell:
+    """SIGTERM and SIGINT as something to wait for; `rings` counts them."""
+
+    def __init__(self) -> None:
+        self.event = stop_on_signals()
+        self.rings = 0
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._read.fileno()
+
+    def listen(self) -> None:
+        """Take note of the signals since last time."""
+        with contextlib.suppress(BlockingIOError):
+            self.rings += len(self._read.recv(64))
+
+
+class Agent:
+    """One node's agent, from taking the node over to leaving it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        app_name: str,
+        app: Celery,
+        store: Store,
+        devices: Sequence[DeviceInfo],
+        probe: Probe,
+        bell: StopBell,
+    ) -> None:
+        self.settings = settings
+        self.app = app
+        self.store = store
+        self.devices = devices
+        self.bell = bell
+        node = settings.agent.node or socket.gethostname()
+        self.presence = Presence(store, settings.agent, node, str(Boot.mine()), self.devices, probe)
+        self.results = Results(app, store)
+        self.listener = Listener()
+        self.watch = Watch()
+        self.watch.also(self.listener)
+        self.watch.also(bell)
+        self.supervisor = Supervisor(settings.agent.log_folder)
+        self.workers = Workers(self.supervisor, settings, app_name, self.watch)
+        self._registered = False
+        self._remembered = Remembered()
+        self._consuming: set[str] = set()
+        self._draining_since: float | None = None
+        self._in_use = True
+        self._changed = False
+        self._looked_at = self._renewed_at = self._reported_at = -1e9
+        self._away = False
+
+    def run(self) -> None:
+        """Serve until a signal; then let running tasks end, hand the others back, and leave.
+
+        Raises `ConfigurationError` if another agent serves this node or a device of it.
+        """
+        with self.supervisor:
+            self._begin()
+            while not self._drained():
+                self._changed |= self.watch.wait(self._pause_s())
+                self._hear()
+                self.workers.poll()
+                if self._until_look_s() <= 0:
+                    self._step()
+            self._end()
+
+    # -- beginning and ending --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Settle what was before, and start the workers."""
+        self._registered = False
+
+        def settle_the_past() -> None:
+            lease_s = self.settings.placement.lease_timeout_s
+            take_over(self.store, self.presence.name, self.presence.uuids, lease_s, self._settle_predecessors)
+
+        patiently(settle_the_past, self.settings.redis.url, self.bell.event)
+        if not self.bell.event.is_set():
+            self.workers.start(self.devices, self.presence.name, self.listener.address)
+
+    def _start_over(self) -> None:
+        """The store has given this node's attempts to others: end them here before anything new begins."""
+        log.warning("node %s was declared lost or taken over: its workers are ended and start anew", self.presence.name)
+        self.workers.kill_all()
+        self._begin()
+
+    def _drained(self) -> bool:
+        """Whether it is time to go: told to, and nothing runs any more, or it may not run any longer."""
+        if not self.bell.rings:
+            return False
+        if self._draining_since is None:
+            self._draining_since = time.monotonic()
+            self._in_use = True
+            log.info("draining: running tasks have %g s to end", self.settings.agent.drain_grace_s)
+        late = time.monotonic() - self._draining_since >= self.settings.agent.drain_grace_s
+        return late or self.bell.rings > 1 or not self._registered or not self._in_use
+
+    def _end(self) -> None:
+        """Stop the workers and leave the table; what still runs is cut short and handed back."""
+        if not self._in_use:
+            self.workers.stop()
+        self.workers.kill_all()
+        if not self._registered:
+            return
+        try:
+            for attempt in self.store.books(self.presence.uuids)[0]:
+                self._settle(attempt, CUT_SHORT, counts=False)
+            left = self.presence.leave()
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            log.warning("Redis is away: node %s could not leave, its lease will run out", self.presence.name)
+        else:
+            log.info("node %s %s", self.presence.name, "has left" if left else "is another agent's by now")
+
+    # -- one round -------------------------------------------------------------------------------------------
+
+    def _pause_s(self) -> float:
+        """How long to sleep if nothing happens."""
+        restart_s = self.workers.next_restart_s()
+        return self._until_look_s() if restart_s is None else min(self._until_look_s(), restart_s)
+
+    def _until_look_s(self) -> float:
+        pause_s = AWAY_S if self._away else HURRY_S if self._changed else LOOK_S
+        return self._looked_at + pause_s - time.monotonic()
+
+    def _hear(self) -> None:
+        """What the workers, and whoever wants this process to end, have said."""
+        self.bell.listen()
+        for notice in self.listener.receive():
+            worker = self.workers.of_boot(notice.boot)
+            if worker is None:
+                continue
+            uuid = worker.device.uuid
+            if notice.event is Event.READY:
+                worker.said_ready = True
+                log.info("%s: worker is ready", worker.identity.hostname)
+            elif notice.event is Event.EXECUTOR:
+                self.watch.add(uuid, notice.proc)
+            else:
+                self._consuming.add(uuid)
+
+    def _step(self) -> None:
+        """Register, or look; through an outage of Redis."""
+        self._looked_at = time.monotonic()
+        try:
+            if self._registered:
+                self._look()
+            elif self.workers.settled:
+                self._register()
+            if self._away:
+                log.warning("Redis at %s is back", address(self.settings.redis.url))
+            self._away = False
+        except Refused:
+            self._start_over()
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            if not self._away:
+                log.warning("Redis at %s is away: %s; trying again", address(self.settings.redis.url), error)
+            self._away = True
+
+    def _register(self) -> None:
+        tasks, signatures = registration(self.app)
+        self.presence.register(tasks, {name: found.model_dump_json() for name, found in signatures.items()})
+        self._registered = True
+        self._remembered = Remembered()
+        self._renewed_at = time.monotonic()
+        self._report()
+        log.info("node %s: %d devices, %d tasks", self.presence.name, len(self.devices), len(tasks))
+
+    def _look(self) -> None:
+        """Say that this node lives, and set right whatever the books and the processes disagree about."""
+        draining = self._draining_since is not None
+        if time.monotonic() - self._renewed_at >= self.settings.agent.report_interval_s:
+            self.presence.renew(draining=draining)
+            self._renewed_at = time.monotonic()
+        changed, self._changed = self._changed, False
+        workers = self.workers.seen()
+        self.presence.show({uuid: self._state(uuid, worker.ready) for uuid, worker in workers.items()})
+        attempts, processes = self.store.books(self.presence.uuids)
+        for attempt in attempts:
+            if attempt.proc:
+                self.watch.add(attempt.devices[0], attempt.proc)
+        sight = Sight(
+            self.store.server_ms() / 1000,
+            self.workers.seen(),
+            attempts,
+            processes,
+            {**self.workers.endings, **self.watch.endings},
+            frozenset(self._consuming),
+            draining,
+        )
+        self._consuming.clear()
+        actions, self._remembered = decide(sight, self._remembered, self.settings.placement.start_timeout_s)
+        for action in actions:
+            self._carry_out(action)
+        self._forget_endings(sight)
+        self._in_use = bool(attempts)
+        overdue = time.monotonic() - self._reported_at >= self.settings.agent.report_interval_s
+        if changed or actions or overdue:
+            self._report()
+
+    def _report(self) -> None:
+        self.presence.report({uuid: worker.executors for uuid, worker in self.workers.seen().items()})
+        self._reported_at = time.monotonic()
+
+    def _state(self, uuid: str, ready: bool) -> str:
+        if self._draining_since is not None:
+            return "draining"
+        return "up" if ready and uuid not in self.presence.faults else "quarantined"
+
+    # -- setting things right --------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Lose(attempt, reason):
+                self._settle(attempt, reason, counts=action.counts, unless_begun=not action.begun)
+            case Forget(device, proc):
+                self.store.process_gone(device, proc)
+            case Replace(device, proc):
+                log.info("device %s: executor %s is replaced to get its leftover memory back", device, proc)
+                self.watch.kill(proc)
+            case Restart(device, reason):
+                log.warning("device %s: its worker is started anew: %s", device, reason)
+                self.workers.kill(device)
+
+    def _settle_predecessors(self, attempt: AttemptView, reason: Reason) -> None:
+        self._settle(attempt, reason, counts=bool(attempt.proc))
+
+    def _settle(self, attempt: AttemptView, reason: Reason, *, counts: bool, unless_begun: bool = False) -> None:
+        """End a lost attempt by the result that it has left, or else have its task placed again."""
+        outcome = self.results.outcome(attempt) if attempt.state is State.FINISHING else None
+        answer: EndAnswer | LoseAnswer
+        if outcome is not None:
+            answer = self.store.end(attempt.task_id, attempt.attempt, attempt.devices, outcome)
+        else:
+            most = self.settings.placement.max_attempts
+            answer = self.store.lose(attempt, reason, counts=counts, max_attempts=most, unless_begun=unless_begun)
+        log.info("task %s, attempt %s: %s: %s", attempt.task_id, attempt.attempt, reason, answer)
+
+    def _forget_endings(self, sight: Sight) -> None:
+        """How processes ended matters only while the books still name them."""
+        named = {name for attempt in sight.attempts for name in (attempt.boot, attempt.proc)}
+        named.update(proc for book in sight.processes.values() for proc in book)
+        self.watch.forget(*self.watch.endings.keys() - named)
+        for boot in self.workers.endings.keys() - named:
+            del self.workers.endings[boot]
+
+
+def run(settings: Settings, app_name: str) -> None:
+    """Run the agent of this node for the Celery app ``app_name`` until SIGTERM or SIGINT.
+
+    BRIM_DEVICES chooses the devices. Raises `ConfigurationError` with everything that is wrong, ``NodeFault`` where the
+    devices cannot be read, ``ServerRefused`` where Redis cannot be brim's.
+    """
+    bell = StopBell()
+    app = load_app(app_name)
+    agent = settings.agent
+    probe = open_probe(
+        os.environ.get("BRIM_DEVICES"), quarantine_xids=agent.quarantine_xids, quarantine_s=agent.quarantine_s
+    )
+    with contextlib.closing(probe):
+        devices = probe.devices()
+        if not devices:
+            reason = "no GPU of this node can be read; sim:4x24GiB would be simulated ones"
+            raise ConfigurationError(Problem("environment", "BRIM_DEVICES", reason))
+        store = open_store(settings, bell.event)
+        if bell.event.is_set():
+            return
+        check_app(app, settings, store)
+        Agent(settings, app_name, app, store, devices, probe, bell).run()

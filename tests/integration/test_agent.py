@@ -1,0 +1,282 @@
+"""The node agent with real workers on simulated devices: whatever dies, attempts end and tasks go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from brim.core.model import Reason, State
+from brim.gpu import simulated
+from brim_services import embedded
+from brim_services.keeper import members
+from brim_services.supervise import Supervisor
+from support.agent import Bench
+from support.waiting import wait_until
+
+FAST = {"BRIM_PLACEMENT__START_TIMEOUT_S": "2", "BRIM_PLACEMENT__MAX_ATTEMPTS": "2"}
+
+
+@pytest.fixture
+def bench(valkey_url: str, namespace: str, tmp_path: Path) -> Iterator[Bench]:
+    """A bench on which a test starts its own agent."""
+    bench = Bench(valkey_url, namespace, tmp_path, settings=FAST)
+    try:
+        yield bench
+        assert bench.store.audit() == []
+    finally:
+        bench.close()
+
+
+@pytest.fixture(scope="module")
+def shared_bench(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One agent of a device with two executors, for all tests that leave it as they found it."""
+    settings = {**FAST, "BRIM_SIM_CACHE": "1"}
+    bench = Bench(valkey_url, f"agent{os.getpid()}:", tmp_path_factory.mktemp("agent"), settings=settings)
+    try:
+        bench.serve()
+        yield bench
+    finally:
+        bench.close()
+
+
+@pytest.fixture
+def served(shared_bench: Bench) -> Iterator[Bench]:
+    """The shared agent, complete and idle before and after."""
+    wait_until(shared_bench.is_idle, what="the device is up, with all executors and no task")
+    yield shared_bench
+    wait_until(shared_bench.is_idle, what="the device is up, with all executors and no task")
+    assert shared_bench.store.audit() == []
+
+
+def reasons(bench: Bench, task_id: str) -> list[str]:
+    """Why a task's attempts were lost."""
+    return [line["reason"]["code"] for line in bench.store.story(task_id) if line["event"] == "lost"]
+
+
+def test_a_task_runs_on_its_device_and_its_memory_is_reported(served: Bench, tmp_path: Path) -> None:
+    task_id = served.run(mib=700, until=str(tmp_path / "go"))
+
+    wait_until(lambda: served.measured_mib() == 1000, what="the task's memory and its context are reported")
+    (tmp_path / "go").touch()
+
+    served.wait_for(task_id, State.SUCCEEDED)
+    assert served.told(task_id) == ["admitted", "placed", "claimed", "started", "finishing", "succeeded"]
+    assert served.app.AsyncResult(task_id).get(timeout=5)["device"] == served.device().uuid
+
+
+def test_memory_of_outside_processes_is_external(served: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIM_SIM_DIR", str(served.folder / "devices"))
+    with simulated.hold(served.device().uuid, 300):
+        wait_until(lambda: served.device().external_mib == 300, what="it is reported")
+    wait_until(lambda: served.device().external_mib == 0, what="it is gone from the reports")
+
+
+def test_a_killed_executors_task_is_placed_again_and_its_neighbour_runs_on(served: Bench, tmp_path: Path) -> None:
+    go = str(tmp_path / "go")
+    killed, neighbour = served.run(until=go), served.run(until=go)
+    committed_mib = served.device().committed_mib
+
+    since = time.monotonic()
+    os.kill(served.executor(killed), signal.SIGKILL)
+    served.wait_for(killed, State.WAITING)
+    assert time.monotonic() - since < 1.0
+    wait_until(lambda: served.device().committed_mib == committed_mib - 1000, what="its memory is free")
+
+    record = served.record(killed)
+    assert record.reason is not None
+    assert "was killed by SIGKILL" in record.reason.message
+    wait_until(served.admit_all, what="Celery has put the message back")
+    assert served.admit_all() == {}
+    served.place(killed)
+    served.wait_for(killed, State.RUNNING)
+    Path(go).touch()
+    assert served.wait_for(killed, State.SUCCEEDED).attempts == 2
+    assert served.wait_for(neighbour, State.SUCCEEDED).attempts == 1
+
+
+def test_a_task_that_ends_its_executor_is_dead_lettered_with_its_story(served: Bench) -> None:
+    task_id = served.admit("device.end_process", code=3)
+    for _ in range(2):
+        served.place(task_id)
+        served.wait_for(task_id, State.WAITING, State.DEAD)
+
+    record = served.record(task_id)
+    assert record.state is State.DEAD
+    assert record.reason is not None
+    assert "exited with code 3" in record.reason.message
+    assert reasons(served, task_id) == ["executor_died", "executor_died"]
+
+
+def test_a_killed_workers_tasks_are_placed_again_and_nothing_of_it_is_left(served: Bench, tmp_path: Path) -> None:
+    go = str(tmp_path / "go")
+    running, placed = served.run(until=go), served.run(until=go)
+    behind = served.admit(until=go)
+    served.place(behind)
+    worker = served.worker_pid()
+    assert len(members([worker])) >= 3
+
+    since = time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+    for task_id in (running, placed, behind):
+        served.wait_for(task_id, State.WAITING)
+    assert time.monotonic() - since < 2.0
+    assert served.device().state == "quarantined"
+    assert members([worker]) == []
+
+    assert reasons(served, running) == ["worker_died"]
+    assert (served.record(running).losses, served.record(behind).losses) == (1, 0)
+    wait_until(lambda: served.device().state == "up", what="the worker is there again")
+    Path(go).touch()
+    for task_id in (running, placed, behind):
+        served.place(task_id)
+        served.wait_for(task_id, State.SUCCEEDED)
+
+
+def test_a_message_that_is_lost_on_its_way_is_not_waited_for(served: Bench) -> None:
+    task_id = served.admit(seconds=0.0)
+    served.place(task_id, deliver=False)
+
+    since = time.monotonic()
+    served.wait_for(task_id, State.WAITING)
+
+    assert 1.5 < time.monotonic() - since < 4.0
+    assert (reasons(served, task_id), served.record(task_id).losses) == (["not_started"], 0)
+    served.place(task_id)
+    served.wait_for(task_id, State.SUCCEEDED)
+
+
+def test_an_idle_executor_is_replaced_to_get_its_leftover_back(served: Bench) -> None:
+    task_id = served.admit(mib=2000, vram_mib=2500, seconds=0.0)
+    served.place(task_id)
+    served.wait_for(task_id, State.SUCCEEDED)
+    wait_until(lambda: served.device().reclaimable_mib >= 2300, what="its cache is reported")
+
+    assert served.store.doom(served.epoch, served.device().uuid, 2000) == 1
+
+    wait_until(lambda: served.device().committed_mib < 2300, what="its memory is free")
+    wait_until(served.is_idle, what="a fresh executor is there")
+
+
+def test_a_result_that_was_out_when_its_executor_died_is_the_tasks_end(served: Bench) -> None:
+    task_id = served.admit("device.die_after_result")
+    served.place(task_id)
+
+    record = served.wait_for(task_id, State.SUCCEEDED)
+
+    assert record.attempts == 1
+    assert record.reason is not None
+    assert record.reason.code == "result_found"
+    assert served.app.AsyncResult(task_id).get(timeout=5) == "out"
+
+
+def test_a_finished_task_whose_result_was_not_out_is_placed_again(served: Bench, tmp_path: Path) -> None:
+    task_id = served.admit("device.die_before_result", marker=str(tmp_path / "died"))
+    served.place(task_id)
+    served.wait_for(task_id, State.WAITING)
+    served.place(task_id)
+    assert served.wait_for(task_id, State.SUCCEEDED).attempts == 2
+
+
+def test_a_second_agent_for_the_node_or_its_devices_is_refused(served: Bench) -> None:
+    same_node = served.start()
+    other_name = served.start(BRIM_AGENT__NODE="n2")
+
+    assert [agent.process.wait(30) for agent in (same_node, other_name)] == [1, 1]
+    pid = served.agents[0].process.pid
+    assert f"another agent serves node n1 and is alive: process {pid} of this machine" in same_node.log
+    assert f"another agent serves device {served.device().uuid} (as node n1)" in other_name.log
+
+
+def test_a_killed_agents_workers_end_and_the_next_one_goes_on(bench: Bench, tmp_path: Path) -> None:
+    agent = bench.serve()
+    task_id = bench.run(until=str(tmp_path / "go"))
+
+    agent.signal(signal.SIGKILL)
+    wait_until(lambda: not bench.processes(), what="no process of it is left")
+    bench.start()
+
+    bench.wait_for(task_id, State.WAITING)
+    assert reasons(bench, task_id) == ["agent_died"]
+    wait_until(lambda: bench.up(bench.agents[-1]), what="the next agent serves the device", timeout_s=60)
+    (tmp_path / "go").touch()
+    bench.place(task_id)
+    assert bench.wait_for(task_id, State.SUCCEEDED).attempts == 2
+
+
+def test_a_paused_agent_ends_what_is_no_longer_its_own_before_it_takes_work(bench: Bench, tmp_path: Path) -> None:
+    agent = bench.serve()
+    task_id = bench.run(until=str(tmp_path / "go"))
+    stale = bench.executor(task_id)
+
+    agent.signal(signal.SIGSTOP)
+    node = bench.store.nodes()[0]
+    wait_until(lambda: bench.store.lose_node(bench.epoch, node, 1.0), what="its lease has run out")
+    attempts, _ = bench.store.books(node.devices)
+    bench.store.lose(attempts[0], Reason("node_lost", "for the test"), counts=True, max_attempts=3)
+    agent.signal(signal.SIGCONT)
+
+    wait_until(lambda: bench.up(agent), what="the node is back", timeout_s=60)
+    assert not Path(f"/proc/{stale}").exists()
+    (tmp_path / "go").touch()
+    bench.place(task_id)
+    assert bench.wait_for(task_id, State.SUCCEEDED).attempts == 2
+
+
+def test_a_drained_node_finishes_what_runs_hands_back_the_rest_and_leaves(bench: Bench, tmp_path: Path) -> None:
+    agent = bench.serve()
+    go = str(tmp_path / "go")
+    running = [bench.run(until=go), bench.run(until=go)]
+    behind = bench.admit(until=go)
+    bench.place(behind)
+
+    agent.signal(signal.SIGTERM)
+    bench.wait_for(behind, State.WAITING)
+    assert reasons(bench, behind) == ["node_draining"]
+    assert bench.device().state == "draining"
+    Path(go).touch()
+
+    assert agent.process.wait(30) == 0, agent.log
+    assert [bench.record(task_id).state for task_id in running] == [State.SUCCEEDED] * 2
+    assert (bench.store.devices(), bench.store.nodes()) == ([], [])
+    assert bench.processes() == {}
+    assert bench.admit_all() == {}
+
+
+def test_a_drain_ends_when_its_grace_is_over(bench: Bench) -> None:
+    agent = bench.serve(BRIM_AGENT__DRAIN_GRACE_S="0.5")
+    task_id = bench.run()
+
+    assert agent.stop() == 0, agent.log
+
+    record = bench.record(task_id)
+    assert (record.state, record.losses) == (State.WAITING, 0)
+    assert reasons(bench, task_id) == ["node_draining"]
+    assert bench.processes() == {}
+
+
+def test_running_tasks_survive_an_outage_of_redis(namespace: str, tmp_path: Path) -> None:
+    with Supervisor(tmp_path / "server") as supervisor:
+        server = embedded.start(supervisor, tmp_path / "data", appendfsync="always")
+        bench = Bench(server.url, namespace, tmp_path)
+        try:
+            agent = bench.serve()
+            task_id = bench.run(until=str(tmp_path / "go"))
+            boot = bench.store.nodes()[0].boot
+
+            supervisor.stop(server.name)
+            wait_until(lambda: "is away" in agent.log, what="the agent has noticed")
+            (tmp_path / "go").touch()
+            embedded.start(supervisor, tmp_path / "data", port=server.port, appendfsync="always")
+
+            assert bench.wait_for(task_id, State.SUCCEEDED).attempts == 1
+            wait_until(lambda: "is back" in agent.log, what="the agent has noticed")
+            assert (agent.log.count("is away"), agent.log.count("is back")) == (1, 1)
+            assert bench.store.nodes()[0].boot == boot
+            assert bench.store.audit() == []
+        finally:
+            bench.close()

@@ -1,0 +1,66 @@
+"""An app whose tasks use a simulated device, for tests of agents and of the whole pipeline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from celery import Celery, Task
+
+import brim
+from brim.gpu import simulated
+from support.celery_app import configure
+
+app = configure(Celery("device", set_as_current=False))
+brim.install(app)
+
+
+@app.task(name="device.hold", bind=True, shared=False)
+def hold(self: Task[Any, Any], *, mib: int = 500, until: str = "", seconds: float = 60.0) -> dict[str, Any]:
+    """Hold memory until the file ``until`` exists, or for some seconds; tells who ran it."""
+    deadline = time.monotonic() + seconds
+    with simulated.allocate(mib):
+        while time.monotonic() < deadline and not (until and Path(until).exists()):
+            time.sleep(0.02)
+    return {"pid": os.getpid(), "device": os.environ["BRIM_DEVICE"], "attempt": self.request.brim["attempt"]}
+
+
+@app.task(name="device.end_process", shared=False)
+def end_process(*, code: int) -> None:
+    """End the executor."""
+    os._exit(code)
+
+
+class DiesAfterItsResult(Task[Any, Any]):
+    """Its executor is killed between its result and the end of its attempt."""
+
+    def on_success(self, *_: Any) -> None:
+        """Celery calls this when the result is in the backend."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(name="device.die_after_result", base=DiesAfterItsResult, shared=False)
+def die_after_result() -> str:
+    """The result is out, the attempt has not ended."""
+    return "out"
+
+
+class DeadlyOnce(dict[str, str]):
+    """Kills the process that serializes it, unless the file ``marker`` exists."""
+
+    def items(self) -> Any:
+        """The JSON encoder asks for these."""
+        marker = Path(self["marker"])
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().items()
+
+
+@app.task(name="device.die_before_result", shared=False)
+def die_before_result(*, marker: str) -> dict[str, str]:
+    """The function is over, the result is not out."""
+    return DeadlyOnce(marker=marker)
