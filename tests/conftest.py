@@ -1,3 +1,3 @@
 """Fixtures for every kind of test."""
 
-pytest_plugins = ["support.valkey", "support.stage"]
+pytest_plugins = ["support.valkey"]

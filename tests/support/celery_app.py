@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from celery import Celery
 
 from support.waiting import wait_until
 
-BROKER_ENV, NAMESPACE_ENV = "BRIM_TEST_BROKER", "BRIM_TEST_NAMESPACE"
+BROKER_ENV, NAMESPACE_ENV, TRANSPORT_ENV = "BRIM_TEST_BROKER", "BRIM_TEST_NAMESPACE", "BRIM_TEST_TRANSPORT"
 
 
 def configure(app: Celery, url: str | None = None, namespace: str | None = None) -> Celery:
@@ -28,7 +29,7 @@ def configure(app: Celery, url: str | None = None, namespace: str | None = None)
     app.conf.update(
         broker_url=url,
         result_backend=url,
-        broker_transport_options=prefix,
+        broker_transport_options={**prefix, **json.loads(os.environ.get(TRANSPORT_ENV, "{}"))},
         result_backend_transport_options=prefix,
         broker_connection_retry_on_startup=True,
         worker_cancel_long_running_tasks_on_connection_loss=False,

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
-import pytest
 import redis
 
 from brim.celery.agent_link import WorkerIdentity
-from brim.celery.envelope import BrokerLayout, attempt_fields, parse, slot, split
-from brim.core.model import Demand, Node, State
-from brim.gpu.simulated import parse_spec
+from brim.celery.envelope import BrokerLayout, attempt_fields, join, parse, slot, split
+from brim.core.model import AttemptView, Demand, Node, Reason, State
+from brim.gpu.probe import Sample
+from brim.gpu.process import is_alive
+from brim.gpu.simulated import SimulatedProbe, parse_spec
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.types import Admission, AdmitAnswer, Commit, DeviceRegistration, NodeRegistration, Peeked, Record
+from brim.store.types import (
+    Admission,
+    AdmitAnswer,
+    Commit,
+    DeviceFigures,
+    DeviceRegistration,
+    LoseAnswer,
+    MemoryReport,
+    NodeRegistration,
+    Peeked,
+    Record,
+)
 from support.waiting import wait_until
 
 SPEC = "sim:1x8GiB"
@@ -31,6 +42,7 @@ class Stage:
         self.store = Store(client, f"{namespace}brim:")
         self.epoch, _ = self.store.elect("stage", 3600)
         self._numbers = itertools.count(1)
+        self._probe = SimulatedProbe(SPEC)
         device = DeviceRegistration(uuid, 0, "SIM", 8192, 192)
         assert self.store.register_node(NodeRegistration(Node("n1"), "agent", executors, ["*"], {}, [device]))
 
@@ -48,8 +60,8 @@ class Stage:
             for admission, answer in zip(admissions, self.store.admit(admissions), strict=True)
         ]
 
-    def place(self, task_id: str) -> str:
-        """Commit one waiting task to the device; its attempt."""
+    def place(self, task_id: str) -> str | None:
+        """Commit one waiting task to the device; its attempt, None where it does not fit now."""
         attempt = f"{self.epoch}-{next(self._numbers)}"
         record = self.record(task_id)
         fields = attempt_fields(attempt, [self.identity.device], "n1", VRAM_MIB, CONTEXT_MIB)
@@ -57,11 +69,28 @@ class Stage:
             task_id, record.lane, attempt, [self.identity.device], "n1", self.queue, VRAM_MIB, slot(attempt, fields)
         )
         [answer] = self.store.commit(self.epoch, [commit], ahead=100)
-        assert answer.status == "committed", answer
-        return attempt
+        assert answer.status in ("committed", "refused"), answer
+        return attempt if answer.status == "committed" else None
+
+    def report(self) -> None:
+        """Tell the books what lives and what it holds, as an agent does."""
+        uuid, sampled_ms = self.identity.device, self.store.server_ms()
+        sample = self._probe.sample()[uuid]
+        assert isinstance(sample, Sample)
+        attempts, processes = self.store.books([uuid])
+        bound = {view.proc for view in attempts}
+        living = {proc: sample.processes.get(int(proc.split(".")[0]), 0) for proc in processes[uuid] if is_alive(proc)}
+        for proc in processes[uuid].keys() - living.keys() - bound:
+            self.store.process_gone(uuid, proc)
+        figures = DeviceFigures(
+            total_mib=sample.total_mib, used_mib=sample.used_mib, free_mib=sample.free_mib, processes=living
+        )
+        report = MemoryReport(node="n1", boot="agent", sampled_ms=sampled_ms, devices={uuid: figures})
+        assert self.store.report(report)
 
     def step(self) -> None:
-        """Admit what has come, place whatever waits, and send on what is due."""
+        """Report, admit what has come, send on what is due, and place whatever waits."""
+        self.report()
         self.admit()
         self.store.release_due(100)
         for record in self.store.list_tasks(State.WAITING, 1000):
@@ -72,6 +101,25 @@ class Stage:
         record = self.store.record(task_id)
         assert record is not None, task_id
         return record
+
+    def view(self, task_id: str) -> AttemptView:
+        """The task's live attempt as the books show it."""
+        views = self.store.books([self.identity.device])[0]
+        return next(view for view in views if view.task_id == task_id)
+
+    def unacked(self) -> int:
+        """How many messages the device's worker holds, by its own key; kombu's common one stays empty."""
+        assert not self.client.exists(f"{self.layout.global_keyprefix}unacked")
+        return int(self.client.hlen(f"{self.layout.global_keyprefix}unacked.{self.identity.queue}"))  # type: ignore[arg-type]
+
+    def lose(self, view: AttemptView, max_attempts: int = 3) -> LoseAnswer:
+        """What an agent or placement does when an attempt was lost."""
+        return self.store.lose(view, Reason("test", "lost by the test"), counts=True, max_attempts=max_attempts)
+
+    def push(self, raw: bytes, attempt: str) -> None:
+        """Put a message into the device's queue past the books."""
+        fields = attempt_fields(attempt, [self.identity.device], "n1", VRAM_MIB, CONTEXT_MIB)
+        self.client.lpush(self.queue, join(split(raw), f"{attempt}-again", fields))
 
     def until(self, task_id: str, *states: State, timeout_s: float = 30.0) -> Record:
         """Step until the task is in one of the states; its record."""
@@ -110,21 +158,11 @@ def worker_environment(stage: Stage, settings: Settings) -> dict[str, str]:
     return {**settings.environment(), **stage.identity.variables(), "BRIM_DEVICES": SPEC}
 
 
-@pytest.fixture
-def settings(valkey_url: str, namespace: str) -> Settings:
-    """Settings for the test's server and key prefix."""
+def settings_for(url: str, namespace: str) -> Settings:
+    """Settings for a server and a key prefix."""
     prefix = {"global_keyprefix": namespace}
-    app_options = {"result_backend_transport_options": prefix}
-    return Settings.model_validate(
-        {"redis": {"url": valkey_url}, "broker": prefix, "results": {"app_options": app_options}}
-    )
-
-
-@pytest.fixture
-def client(valkey_url: str) -> Iterator[redis.Redis]:
-    """A plain client of the test's server."""
-    with redis.Redis.from_url(valkey_url) as client:
-        yield client
+    app_options = {"result_backend_transport_options": prefix} if namespace else {}
+    return Settings.model_validate({"redis": {"url": url}, "broker": prefix, "results": {"app_options": app_options}})
 
 
 def device_uuid() -> str:

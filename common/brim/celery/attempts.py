@@ -28,6 +28,13 @@ MAIN_PROCESS = ""
 T = TypeVar("T")
 
 
+def refusal(attempt: AttemptHeader, task_id: str, what: str, answer: ClaimAnswer) -> str:
+    """Say, here and in the log, that an attempt is not the live one (any more)."""
+    said = f"attempt {attempt.attempt} of {task_id} may not {what}: {answer}"
+    log.info("%s", said)
+    return said
+
+
 class Attempts:
     """One process's side of the claims. Each call is asked again while Redis is away, for ``patience_s`` at most.
 

@@ -15,7 +15,7 @@ from typing import Any
 from billiard.common import TERM_SIGNAME
 from billiard.einfo import ExceptionWithTraceback
 from celery import Celery, Task, bootsteps, platforms
-from celery.exceptions import Ignore, NotRegistered, Reject, Retry, Terminated, WorkerLostError
+from celery.exceptions import Ignore, NotRegistered, Reject, Retry, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.utils.imports import instantiate, symbol_by_name
 from celery.utils.log import get_logger
 from celery.worker import state as worker_state
@@ -25,7 +25,7 @@ from kombu.utils.objects import cached_property
 from brim.core.model import Reason, State
 from brim.store.types import ClaimAnswer
 
-from .attempts import MAIN_PROCESS, Attempts
+from .attempts import MAIN_PROCESS, Attempts, refusal
 from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, received
 from .executor import failure
 
@@ -61,7 +61,7 @@ def strategy(attempts: Attempts, inner: Any, task: Task, app: Celery, consumer: 
             answer = attempts.claim(message.headers["id"], attempt)
             if answer is ClaimAnswer.GRANTED:
                 return handle(message, body, ack, reject, callbacks, **more)
-            log.info("attempt %s of %s may not start: %s", attempt.attempt, message.headers["id"], answer)
+            refusal(attempt, message.headers["id"], "start", answer)
         return ack(log, consumer.connection_errors)
 
     return on_message
@@ -105,12 +105,15 @@ class AttemptRequest(Request):
             result.terminate(number)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """The pool calls this before it kills the executor of a task that hit its hard limit."""
+        """The pool calls this before it kills the executor of a task that hit its hard limit.
+
+        It has called `on_failure` with a `TimeLimitExceeded` before; Celery answers in both.
+        """
         inherited = partial(super().on_timeout, soft, timeout)
         if soft:
             inherited()
         else:
-            self._answer(inherited, Reason("time_limit", f"hit its hard time limit of {timeout:g} s"))
+            self._answer(inherited, _over_time(timeout))
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> None:
         """A failure that the executor has not published itself is published here, if that is allowed."""
@@ -122,7 +125,7 @@ class AttemptRequest(Request):
         if answered:
             inherited()
         else:
-            self._answer(inherited, failure(error))
+            self._answer(inherited, _over_time(*error.args) if isinstance(error, TimeLimitExceeded) else failure(error))
 
     def _answer(self, answer: Callable[[], None], reason: Reason) -> None:
         if self._may_answer():
@@ -137,7 +140,7 @@ class AttemptRequest(Request):
             answer = self.attempts.finish(self.id, self.attempt, MAIN_PROCESS)
             self._granted = answer is ClaimAnswer.GRANTED
             if not self._granted:
-                log.info("attempt %s of %s may not answer: %s", self.attempt.attempt, self.id, answer)
+                refusal(self.attempt, self.id, "answer", answer)
         return self._granted
 
     def _end(self, state: State, reason: Reason) -> None:
@@ -234,6 +237,10 @@ def renew(consumer: Any) -> None:
     if tags:
         with channel.conn_or_acquire() as client:
             client.zadd(channel.unacked_index_key, dict.fromkeys(tags, time.time()), xx=True)
+
+
+def _over_time(limit_s: float) -> Reason:
+    return Reason("time_limit", f"hit its hard time limit of {limit_s:g} s")
 
 
 def attempt_of(message: Any) -> AttemptHeader | None:

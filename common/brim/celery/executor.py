@@ -27,7 +27,7 @@ from brim.gpu.probe import DeviceFault, NodeFault, Probe, open_probe
 from brim.gpu.process import proc_id
 from brim.store.types import ClaimAnswer
 
-from .attempts import Attempts
+from .attempts import Attempts, refusal
 from .envelope import HEADER, INTAKE_QUEUE, AttemptHeader
 from .errors import TaskOutOfMemory
 from .routing import declare_intake
@@ -69,7 +69,7 @@ class Execution:
         answer = self.attempts.finish(self.task_id, self.attempt, self.proc)
         if answer is not ClaimAnswer.GRANTED:
             self.refused = True
-            raise Ignore(f"attempt {self.attempt.attempt} may not publish: {answer}")
+            raise Ignore(refusal(self.attempt, self.task_id, "publish", answer))
 
     def over(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` and claim the finish when it has returned or raised.
@@ -162,7 +162,7 @@ class Executor:
             execution = Execution(self._attempts, uuid, attempt, self._proc)
             answer = execution.bind()
             if answer is not ClaimAnswer.GRANTED:
-                return _ignored(f"attempt {attempt.attempt} may not run: {answer}")
+                return _ignored(refusal(attempt, uuid, "run", answer))
             token = _current.set(execution)
             try:
                 traced_outcome = trace(uuid, args, kwargs, request)
@@ -275,7 +275,6 @@ def _carrier(sig: Any) -> Signature:
 
 def _ignored(why: str) -> trace_ok_t:
     """What Celery's trace function returns for a task that raised `Ignore`."""
-    log.info("%s", why)
     try:
         raise Ignore(why)
     except Ignore as error:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from celery import Celery, current_app
-from celery.signals import celeryd_init, worker_process_init
+from celery.signals import celeryd_init, worker_init, worker_process_init
 from celery.utils.log import get_logger
 
 from brim.core.attributes import TaskSignature
@@ -23,9 +23,6 @@ log = get_logger("brim.worker")
 MAIN_PATIENCE_S = 10.0
 """How long the main process waits for Redis before it gives an attempt up to its agent."""
 
-EXIT_STATUS = 70
-"""Of a worker process that brim cannot work in (``EX_SOFTWARE`` of sysexits.h)."""
-
 CHILD_START_S = 300.0
 """A spawned executor imports the user's code, often a whole framework; Celery would give it four seconds."""
 
@@ -33,7 +30,8 @@ CHILD_START_S = 300.0
 def activate(app: Celery, identity: WorkerIdentity) -> None:
     """Make this process a part of the device's worker: its main process or one of its executors."""
     WorkerSide(identity).attach()
-    for signal, handler in ((celeryd_init, _on_worker), (worker_process_init, _on_executor)):
+    handlers = ((celeryd_init, _on_configured), (worker_init, _on_worker), (worker_process_init, _on_executor))
+    for signal, handler in handlers:
         signal.connect(_or_exit(partial(handler, identity)), weak=False, dispatch_uid=f"brim.{handler.__name__}")
 
 
@@ -75,20 +73,17 @@ def _or_exit(handler: Callable[..., None]) -> Callable[..., None]:
     def handle(**arguments: Any) -> None:
         try:
             handler(**arguments)
-        except Exception:
-            log.critical("brim cannot work in this process, so it stops", exc_info=True)
-            raise SystemExit(EXIT_STATUS) from None
+        except Exception as error:
+            log.exception("brim cannot work in this process")
+            raise SystemExit(f"brim cannot work in this process: {error}") from None
 
     return handle
 
 
-def _on_worker(identity: WorkerIdentity, conf: Any, instance: Any, **_: Any) -> None:
-    """The worker's main process is being set up: its settings, whatever the user's app says, then its step."""
+def _on_configured(identity: WorkerIdentity, conf: Any, **_: Any) -> None:
+    """Settings of the worker, whatever the user's app says; its pool processes get them as well."""
     queue = identity.queue
     conf.update(
-        worker_pool_start_method="spawn",
-        worker_prefetch_multiplier=1,
-        worker_send_task_events=True,
         worker_proc_alive_timeout=max(conf.worker_proc_alive_timeout or 0.0, CHILD_START_S),
         worker_cancel_long_running_tasks_on_connection_loss=False,
         broker_transport_options={
@@ -98,12 +93,19 @@ def _on_worker(identity: WorkerIdentity, conf: Any, instance: Any, **_: Any) -> 
             "unacked_mutex_key": f"unacked_mutex.{queue}",
         },
     )
-    attempts = Attempts(identity, Settings(), MAIN_PATIENCE_S)
+
+
+def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
+    """The worker's main process: options that the command line's own defaults would win over, and brim's step."""
+    sender.pool_start_method = "spawn"
+    sender.prefetch_multiplier = 1
+    sender.task_events = True
+    attempts = Attempts(identity, Settings.load(), MAIN_PATIENCE_S)
     fields = {"attempts": attempts, "device": identity.device, "__module__": consumer.__name__}
-    instance.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
+    sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
 
 
 def _on_executor(identity: WorkerIdentity, sender: str, **_: Any) -> None:
     """A pool process is up."""
     app: Celery = current_app._get_current_object()
-    executor.prepare(app, sender, Attempts(identity, Settings()))
+    executor.prepare(app, sender, Attempts(identity, Settings.load()))

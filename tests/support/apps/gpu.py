@@ -97,6 +97,12 @@ def retry(self: Any, countdown: float = 0.0) -> int:
     return int(self.request.retries)
 
 
+@app.task(name="retry_late", bind=True)
+def retry_late(self: Any, seconds: float) -> None:
+    time.sleep(seconds)
+    raise self.retry(countdown=0)
+
+
 @app.task(name="auto", autoretry_for=(ValueError,), retry_backoff=0, max_retries=1, default_retry_delay=0)
 def auto() -> None:
     raise ValueError("again and again")
