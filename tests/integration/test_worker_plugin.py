@@ -289,16 +289,25 @@ class TestNotTheLiveAttempt:
         assert result.get(timeout=5) == 4
 
 
-def test_a_body_that_the_worker_refuses_is_answered_with_its_whole_request(plant: Plant) -> None:
-    errback: Any = plant.app.signature("total", ([7],), immutable=True, task_id=str(uuid.uuid4()))
-
-    result, record = plant.run("add", 1, 1, serializer="pickle", queue=INTAKE_QUEUE, link_error=[errback])
+def test_a_body_that_the_worker_refuses_is_answered(plant: Plant) -> None:
+    result, record = plant.run("add", 1, 1, serializer="pickle", queue=INTAKE_QUEUE)
 
     assert record.state is State.FAILED
     assert record.reason is not None
     assert "ContentDisallowed" in record.reason.message
     with pytest.raises(Exception, match="pickle"):
         result.get(timeout=5)
+
+
+def test_an_unknown_task_is_answered_with_its_whole_request(plant: Plant) -> None:
+    errback: Any = plant.app.signature("total", ([7],), immutable=True, task_id=str(uuid.uuid4()))
+
+    result, record = plant.run("nobody", link_error=[errback])
+
+    assert record.state is State.FAILED
+    with pytest.raises(NotRegistered):
+        result.get(timeout=5)
+    plant.stage.until(errback.options["task_id"], State.SUCCEEDED)
 
 
 def test_an_executor_that_dies_leaves_its_attempt_to_the_agent(plant: Plant) -> None:
@@ -318,7 +327,7 @@ def test_an_executor_that_dies_leaves_its_attempt_to_the_agent(plant: Plant) -> 
 def test_workflows_give_through_brim_what_they_give_without(plant: Plant) -> None:
     add, total, fail = (plant.app.signature(name) for name in ("add", "total", "fail"))
     linked = add.clone((100,), task_id=str(uuid.uuid4()))
-    on_error = total.clone(([7],), immutable=True, task_id=str(uuid.uuid4()))
+    on_error: Any = plant.app.signature("total", ([7],), immutable=True, task_id=str(uuid.uuid4()))
     add.clone((1, 2), link=[linked]).apply_async()
     fail.clone(link_error=[on_error]).apply_async()
     results = {
@@ -338,6 +347,16 @@ def test_workflows_give_through_brim_what_they_give_without(plant: Plant) -> Non
     assert {name: result.get(timeout=5) for name, (result, _) in results.items()} == {
         name: value for name, (_, value) in results.items()
     }
+
+
+def test_an_errback_that_cannot_be_called_does_not_keep_the_memory(plant: Plant) -> None:
+    wrong = plant.app.signature("total", ([7],))  # it gets the failed task's id as well
+
+    result, record = plant.run("fail", link_error=[wrong])
+
+    assert record.state is State.FAILED
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):  # as in plain Celery
+        result.get(timeout=5)
 
 
 def test_the_worker_shows_its_device_to_flower(plant: Plant) -> None:

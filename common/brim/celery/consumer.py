@@ -86,11 +86,13 @@ class AttemptRequest(Request):
             self._already_revoked = True
             self._drop()
             return
-        super()._announce_revoked(reason, terminated, signum, expired)
-        if expired:
-            self._end(State.EXPIRED, Reason("expired", "expired in its device's queue"))
-        else:
-            self._end(State.CANCELLED, Reason("revoked", f"revoked while in its device's worker ({reason})"))
+        try:
+            super()._announce_revoked(reason, terminated, signum, expired)
+        finally:
+            if expired:
+                self._end(State.EXPIRED, Reason("expired", "expired in its device's queue"))
+            else:
+                self._end(State.CANCELLED, Reason("revoked", f"revoked while in its device's worker ({reason})"))
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
         """Revoked with ``terminate=True``: answered and ended before the executor is killed."""
@@ -128,11 +130,13 @@ class AttemptRequest(Request):
             self._answer(inherited, _over_time(*error.args) if isinstance(error, TimeLimitExceeded) else failure(error))
 
     def _answer(self, answer: Callable[[], None], reason: Reason) -> None:
-        if self._may_answer():
-            answer()
-            self._end(State.FAILED, reason)
-        else:
+        if not self._may_answer():
             self._drop()
+            return
+        try:
+            answer()
+        finally:  # an errback that cannot be called must not keep the memory
+            self._end(State.FAILED, reason)
 
     def _may_answer(self) -> bool:
         """The finish claim; asked once, because Celery announces some outcomes twice."""
@@ -221,10 +225,12 @@ class BrimStep(bootsteps.StartStopStep):
                     return
                 cause = NotRegistered(task) if isinstance(error, KeyError) else error
                 request = context(received(message))
-                consumer.app.backend.mark_as_failure(
-                    task_id, cause, request=request, store_result=not request.ignore_result
-                )
-                self.attempts.end(task_id, attempt, State.FAILED, failure(cause))
+                try:
+                    consumer.app.backend.mark_as_failure(
+                        task_id, cause, request=request, store_result=not request.ignore_result
+                    )
+                finally:
+                    self.attempts.end(task_id, attempt, State.FAILED, failure(cause))
             hook(*args)
 
         return answering
