@@ -149,10 +149,13 @@ def worker(
     debug: Debug = False,
 ) -> None:
     """Run this node's agent, which starts one Celery worker for each of its GPUs."""
-    from brim_services.agent import run
+    from brim_services.agent import AgentRefused, run
 
     logs.set_up(as_json=as_json, debug=debug)
-    run(_settings(), celery_app)
+    try:
+        run(_settings(), celery_app)
+    except AgentRefused as error:
+        raise Refusal(str(error)) from error
 
 
 # -- looking at it ---------------------------------------------------------------------------------------------

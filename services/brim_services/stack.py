@@ -31,8 +31,8 @@ class Ports:
 
     @classmethod
     def preferred(cls, redis: int, flower: int) -> Ports:
-        """These, each replaced by a free one where it is taken."""
-        return cls(*(port if embedded.is_free(port) else embedded.free_port() for port in (redis, flower)))
+        """These, each replaced by a free one where it is taken or 0."""
+        return cls(*(port if port and embedded.is_free(port) else embedded.free_port() for port in (redis, flower)))
 
 
 class Stack:

@@ -1,0 +1,99 @@
+"""`brim demo` and `brim up` as a newcomer runs them: real processes, the summary, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from brim_services.supervise import wait_until
+
+BRIM = [sys.executable, "-m", "brim_services.cli"]
+
+
+@contextmanager
+def brim(tmp_path: Path, *argv: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A brim process whose temporary files lie below ``tmp_path``; ended with the block."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with subprocess.Popen(
+        [*BRIM, *argv],
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def started_below(folder: Path) -> list[int]:
+    """Processes of a stack whose simulated devices lie below ``folder``, by their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"BRIM_SIM_DIR={folder}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_sums_up_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with brim(tmp_path, "demo", "--tasks", "60", "--seed", "7", "--json") as process:
+        out, err = process.communicate(timeout=120)
+
+    summary = json.loads(out.splitlines()[-1])
+    assert process.returncode == 0, err
+    assert summary["tasks"] == {"succeeded": 60}
+    assert summary["oom"] == 0
+    assert summary["invariants"] == "held"
+    assert [gpu["capacity_mib"] for gpu in summary["gpus"]] == [24_576] * 4
+    for gpu in summary["gpus"]:
+        assert 0 < gpu["peak_measured_mib"] <= gpu["capacity_mib"]
+        assert 0 < gpu["peak_reserved_mib"] <= gpu["capacity_mib"]
+    assert 0 < summary["makespan_s"] < summary["exclusive_makespan_s"]
+    assert started_below(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_fails_when_placement_ignores_memory(tmp_path: Path) -> None:
+    with brim(tmp_path, "demo", "--tasks", "60", "--seed", "7", "--json", "--ignore-memory") as process:
+        out, err = process.communicate(timeout=120)
+
+    summary = json.loads(out.splitlines()[-1])
+    assert process.returncode == 1, err
+    assert summary["oom"] > 0
+    assert started_below(tmp_path) == []
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_up_serves_until_it_is_ended_and_takes_everything_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "up"
+    argv = ("up", "--folder", str(folder), "--redis-port", "0", "--flower-port", "0", "--json")
+    with brim(tmp_path, *argv, BRIM_DEVICES="sim:1x24GiB", BRIM_AGENT__EXECUTORS_PER_GPU="2") as process:
+        assert process.stdout
+        addresses = json.loads(process.stdout.readline())
+        environment = {**os.environ, "BRIM_REDIS__URL": addresses["redis"]}
+        environment["PYTHONPATH"] = os.pathsep.join(["examples/vision", *filter(None, sys.path)])
+        environment["VISION_BROKER"] = addresses["redis"]
+        producer = [sys.executable, "-m", "vision.producer", "--count", "8", "--seed", "3"]
+        printed = subprocess.run(producer, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        assert len(printed.stdout.splitlines()) == 8
+        status = subprocess.run([*BRIM, "status", "--json"], env=environment, capture_output=True, check=True)
+        assert [device["total_mib"] for device in json.loads(status.stdout)["devices"]] == [24_576]
+        assert started_below(folder)
+
+        process.send_signal(number)
+        process.wait(timeout=60)
+
+    wait_until(lambda: not started_below(folder), 20, "every process has ended")
