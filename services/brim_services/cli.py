@@ -149,13 +149,10 @@ def worker(
     debug: Debug = False,
 ) -> None:
     """Run this node's agent, which starts one Celery worker for each of its GPUs."""
-    from brim_services.agent import AgentRefused, run
+    from brim_services.agent import run
 
     logs.set_up(as_json=as_json, debug=debug)
-    try:
-        run(_settings(), celery_app)
-    except AgentRefused as error:
-        raise Refusal(str(error)) from error
+    run(_settings(), celery_app)
 
 
 # -- looking at it ---------------------------------------------------------------------------------------------
