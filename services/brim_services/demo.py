@@ -80,12 +80,14 @@ class Demo:
             self.console.print("interrupted")
             shutil.rmtree(self.folder)
             return 130
-        self._print(result)
-        if not result.good:
+        self.console.print(_tables(result), highlight=False)
+        if result.good:
+            shutil.rmtree(self.folder)
+        else:
             self._keep_logs()
-            return 1
-        shutil.rmtree(self.folder)
-        return 0
+        if self.as_json:
+            print(json.dumps(result.as_json()), flush=True)
+        return 0 if result.good else 1
 
     def _run(self) -> Summary | None:
         with termination_requested() as stop, Supervisor(self.folder / "logs") as supervisor:
@@ -190,12 +192,6 @@ class Demo:
 
     def _keep_logs(self) -> None:
         self.console.print(f"logs are kept in {self.folder / 'logs'}", highlight=False)
-
-    def _print(self, result: Summary) -> None:
-        self.console.print(_tables(result), highlight=False)
-        if self.as_json:
-            sys.stderr.flush()
-            print(json.dumps(result.as_json()), flush=True)
 
 
 def _tables(result: Summary) -> Table:

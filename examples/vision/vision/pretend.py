@@ -16,14 +16,14 @@ STEPS = 4
 def run_model(request: Any, *, weights_mib: int, seconds: float) -> None:
     """Load the weights, let the working set grow to its peak, compute, and free it all.
 
-    The peak does not follow the table's formula: it is drawn evenly between the weights and what the table
-    lets the task have. The time varies by a quarter around ``seconds``. Both depend on the task's id alone.
+    The peak is not what the table's formula says: it is drawn evenly from the upper half of what the table lets
+    the task have. The time varies by a quarter around ``seconds``. Both draws depend on the task's id alone.
     """
     draw = random.Random(request.id)
     duration_s = seconds * draw.uniform(0.75, 1.25)
     granted = getattr(request, "brim", None) or {}
     limit_mib = granted.get("vram_mib", weights_mib + CONTEXT_MIB) - CONTEXT_MIB
-    peak_mib = round(draw.uniform(weights_mib, limit_mib))
+    peak_mib = max(weights_mib, round(limit_mib * draw.uniform(0.5, 1.0)))
     if not simulated.visible():
         time.sleep(duration_s)
         return
