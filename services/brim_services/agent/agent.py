@@ -22,6 +22,7 @@ from brim.celery.plugin import registration
 from brim.core.model import AttemptView, Reason, State
 from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Sight, decide
 from brim.gpu.probe import DeviceInfo, Probe, open_probe
+from brim.gpu.sampling import next_interval_s
 from brim.settings import ConfigurationError, Problem, Settings
 from brim.store import Store
 from brim.store.connection import address, is_outage
@@ -103,6 +104,7 @@ class Agent:
         self._in_use = True
         self._changed = False
         self._looked_at = self._renewed_at = self._reported_at = -1e9
+        self._report_every_s = settings.agent.report_interval_s
         self._away = False
 
     def run(self) -> None:
@@ -253,12 +255,15 @@ class Agent:
             self._carry_out(action)
         self._forget_endings(sight)
         self._in_use = bool(attempts)
-        overdue = time.monotonic() - self._reported_at >= self.settings.agent.report_interval_s
+        overdue = time.monotonic() - self._reported_at >= self._report_every_s
         if changed or actions or overdue:
             self._report()
 
     def _report(self) -> None:
-        self.presence.report({uuid: worker.executors for uuid, worker in self.workers.seen().items()})
+        """Report memory; again soon if it moves."""
+        moving = self.presence.report({uuid: worker.executors for uuid, worker in self.workers.seen().items()})
+        longest_s = self.settings.agent.report_interval_s
+        self._report_every_s = min(next_interval_s(self._report_every_s, moving=moving), longest_s)
         self._reported_at = time.monotonic()
 
     def _state(self, uuid: str, ready: bool) -> str:

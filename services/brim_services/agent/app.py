@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from celery import Celery
 from celery.app.utils import find_app
 from celery.utils.imports import cwd_in_path
+from kombu.exceptions import OperationalError
 from kombu.utils.url import maybe_sanitize_url
 
 from brim.celery.answers import answering_app, celery_url
@@ -98,7 +99,7 @@ def _database_problems(app: Celery, settings: Settings, store: Store) -> Iterato
             store.client.set(key, "1", ex=PROBE_S)
             # EXISTS is no command that kombu puts its global key prefix in front of.
             shared = connection.default_channel.client.execute_command("EXISTS", key)
-        except connection.connection_errors as error:
+        except OperationalError as error:
             yield Problem(APP, "broker_url", f"{where} does not answer: {error}")
             return
         finally:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from brim.core.model import Node, Reason
-from brim.gpu.probe import DeviceFault, DeviceInfo, NodeFault, Probe, Sample
+from brim.gpu.probe import DeviceFault, DeviceInfo, NodeFault, Probe
+from brim.gpu.sampling import Samples, moved
 from brim.settings import Agent as AgentSettings
 from brim.store import Store
 from brim.store.types import DeviceFigures, DeviceRegistration, MemoryReport, NodeRegistration
@@ -37,6 +38,7 @@ class Presence:
         self._devices = devices
         self._probe = probe
         self._states: dict[str, str] = {}
+        self._samples: Samples = {}
 
     def register(self, tasks: Sequence[str], signatures: Mapping[str, str]) -> None:
         """Put the node into the table; its devices take nothing until `show` says so."""
@@ -70,11 +72,15 @@ class Presence:
                 _unless_refused(self._store.set_device_state(self.name, self._boot, changed, state))
                 self._states.update(dict.fromkeys(changed, state))
 
-    def report(self, executors: Mapping[str, frozenset[str]]) -> None:
-        """Sample the devices' memory and that of their executors, and publish it; notes `faults`."""
+    def report(self, executors: Mapping[str, frozenset[str]]) -> bool:
+        """Sample the devices' memory and that of their executors, and publish it; notes `faults`.
+
+        True if memory has moved since the report before.
+        """
         sampled_ms = self._store.server_ms()
+        before, self._samples = self._samples, self._sample()
         figures = {}
-        for uuid, found in self._sample().items():
+        for uuid, found in self._samples.items():
             if isinstance(found, DeviceFault):
                 self._note_fault(uuid, found.reason)
                 continue
@@ -85,12 +91,13 @@ class Presence:
             )
         report = MemoryReport(node=self.name, boot=self._boot, sampled_ms=sampled_ms, devices=figures)
         _unless_refused(self._store.report(report))
+        return moved(before, self._samples)
 
     def leave(self) -> bool:
         """Take the node out of the table; False if attempts are left there, or another boot has taken over."""
         return self._store.leave(self.name, self._boot, self.uuids)
 
-    def _sample(self) -> Mapping[str, Sample | DeviceFault]:
+    def _sample(self) -> Samples:
         try:
             return {uuid: found for uuid, found in self._probe.sample().items() if uuid in self.uuids}
         except NodeFault as fault:
