@@ -98,6 +98,7 @@ def test_a_task_runs_and_its_executor_keeps_only_what_it_left_behind(plant: Plan
     wait_until(lambda: plant.stage.record(result.id).state in TERMINAL, what="the attempt ended")
     record = plant.stage.record(result.id)
     assert (record.state, record.reason) == (State.SUCCEEDED, None)
+    assert record.peak_mib == 500
     assert plant.events(result.id) == ["admitted", "placed", "claimed", "started", "finishing", "succeeded"]
     book = plant.stage.client.hgetall(plant.stage.store.keys.book(plant.stage.identity.device))
     [process] = [value for name, value in book.items() if name.startswith(f"p:{pid}.".encode())]
@@ -155,8 +156,10 @@ def test_what_fails_in_plain_celery_fails_with_its_reason(
 
 
 def test_the_workers_survive_a_task_that_ran_out_of_memory_and_its_trace_is_kept(plant: Plant) -> None:
-    result, _ = plant.run("out_of_memory")
+    result, record = plant.run("out_of_memory")
 
+    assert record.reason is not None
+    assert record.reason.code == "out_of_memory"
     assert plant.worker.process.poll() is None
     with pytest.raises(brim.TaskOutOfMemory):
         result.get(timeout=5)

@@ -68,9 +68,10 @@ class Attempts:
         state: State,
         reason: Reason | None = None,
         leftover_mib: Sequence[int] | None = None,
+        peak_mib: int | None = None,
     ) -> None:
         """The end, after the result: the reservation becomes leftover, and the agent looks at once."""
-        outcome = Outcome(state, reason, leftover_mib, attempt.context_mib)
+        outcome = Outcome(state, reason, leftover_mib, attempt.context_mib, peak_mib)
         self._patiently(lambda: self.store.end(task_id, attempt.attempt, attempt.devices, outcome))
         self._agent.changed()
 

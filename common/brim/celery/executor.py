@@ -23,7 +23,8 @@ from celery.states import FAILURE, IGNORED, REJECTED, RETRY
 from celery.utils.log import get_logger
 
 from brim.core.model import Reason, State
-from brim.gpu.probe import DeviceFault, NodeFault, Probe, open_probe
+from brim.gpu import frameworks
+from brim.gpu.probe import NodeFault, Probe, Sample, open_probe
 from brim.gpu.process import proc_id
 from brim.store.types import ClaimAnswer
 
@@ -163,6 +164,7 @@ class Executor:
             answer = execution.bind()
             if answer is not ClaimAnswer.GRANTED:
                 return _ignored(refusal(attempt, uuid, "run", answer))
+            frameworks.begin()
             token = _current.set(execution)
             try:
                 traced_outcome = trace(uuid, args, kwargs, request)
@@ -188,7 +190,9 @@ class Executor:
             # Otherwise Celery answers in the main process, and the attempt is ended there.
             return
         state, reason = self._outcome(execution, info)
-        execution.attempts.end(task_id, attempt, state, reason, self._memory.leftover_mib(attempt.devices))
+        execution.attempts.end(
+            task_id, attempt, state, reason, self._memory.leftover_mib(attempt.devices), frameworks.peak_mib()
+        )
 
     def _outcome(self, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:
         if info is None:
@@ -214,29 +218,24 @@ class OwnMemory:
     """What this process itself holds on devices, where it can know."""
 
     def __init__(self, spec: str | None) -> None:
-        self._simulated = (spec or "").strip().startswith("sim:")
         self._probe: Probe | None = None
         with suppress(NodeFault):
             self._probe = open_probe(spec)
             self._probe.devices()
 
     def leftover_mib(self, devices: Sequence[str]) -> list[int] | None:
-        """MiB on each device; None where the driver does not tell (brim then waits for a report).
-
-        A real driver's list that lacks this process proves nothing: inside a container its pids are the host's.
-        """
+        """MiB on each device; None where the driver does not tell (brim then waits for a report)."""
         if self._probe is None:
             return None
         try:
             samples = self._probe.sample()
-        except NodeFault:
+        except Exception as error:  # whatever is wrong with measuring, the attempt ends
+            log.warning("the executor's own memory is unknown: %s", error)
             return None
         amounts: list[int] = []
         for uuid in devices:
             sample = samples.get(uuid)
-            if sample is None or isinstance(sample, DeviceFault):
-                return None
-            amount = sample.processes.get(os.getpid(), 0 if self._simulated else None)
+            amount = sample.of(os.getpid()) if isinstance(sample, Sample) else None
             if amount is None:
                 return None
             amounts.append(amount)
@@ -255,7 +254,8 @@ def plain(error: MemoryError) -> TaskOutOfMemory:
 def failure(error: BaseException) -> Reason:
     """Why a task failed, for its record."""
     text = f"{type(error).__name__}: {error}"
-    return Reason("failed", text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…")
+    code = "out_of_memory" if isinstance(error, TaskOutOfMemory) or frameworks.is_out_of_memory(error) else "failed"
+    return Reason(code, text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…")
 
 
 def goes_to_intake(app: Celery, sig: Signature) -> bool:
