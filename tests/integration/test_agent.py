@@ -150,6 +150,21 @@ def test_a_message_that_is_lost_on_its_way_is_not_waited_for(served: Bench) -> N
     served.wait_for(task_id, State.SUCCEEDED)
 
 
+def test_a_worker_that_takes_no_messages_is_started_anew(served: Bench) -> None:
+    worker = served.worker_pid()
+    os.kill(worker, signal.SIGSTOP)
+    task_id = served.admit(seconds=0.0)
+    for _ in range(2):
+        served.place(task_id)
+        served.wait_for(task_id, State.WAITING)
+
+    wait_until(lambda: served.device().state == "quarantined", what="the worker is ended")
+    wait_until(lambda: served.device().state == "up", what="another one is there")
+    assert members([worker]) == []
+    served.place(task_id)
+    assert served.wait_for(task_id, State.SUCCEEDED).losses == 0
+
+
 def test_an_idle_executor_is_replaced_to_get_its_leftover_back(served: Bench) -> None:
     task_id = served.admit(mib=2000, vram_mib=2500, seconds=0.0)
     served.place(task_id)

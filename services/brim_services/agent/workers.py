@@ -26,6 +26,8 @@ MAIN = ""
 """In place of a device, for a worker's main process."""
 GRACE_S = 10.0
 """How long an idle worker may take to stop."""
+STEADY_S = 10.0
+"""A worker that lived this long was no failure to start: its next pause is the shortest again."""
 SLOW_S = 60.0
 """A worker that is not ready after this long is not waited for any more, though it may still become so."""
 
@@ -163,6 +165,6 @@ class Workers:
             [sys.executable, "-m", "celery", "--app", self._app, "worker", *arguments, *flags],
             environment=self._settings.environment(),
             variables=worker.begin,
-            restart=Backoff(agent.restart_backoff_s, agent.restart_backoff_max_s),
+            restart=Backoff(agent.restart_backoff_s, agent.restart_backoff_max_s, STEADY_S),
             grace_s=GRACE_S,
         )
