@@ -100,6 +100,7 @@ def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
     sender.pool_start_method = "spawn"
     sender.prefetch_multiplier = 1
     sender.task_events = True
+    sender.disable_rate_limits = True
     attempts = Attempts(identity, Settings.load(), MAIN_PATIENCE_S)
     fields = {"attempts": attempts, "device": identity.device, "__module__": consumer.__name__}
     sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
