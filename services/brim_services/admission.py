@@ -32,6 +32,13 @@ class Admitter:
     def assess(self, source: Peeked) -> Admission:
         """The admission of a message; one that cannot be understood is refused with the reason (requirement A1)."""
         try:
+            return self._assess(source)
+        except Exception as error:  # whatever is wrong, with it or with brim, one message must not stop intake
+            text = f"the message could not be read: {type(error).__name__}: {error}"
+            return _malformed(source, MalformedMessage(Reason("unreadable", text)))
+
+    def _assess(self, source: Peeked) -> Admission:
+        try:
             if len(source.raw) > self.max_message_bytes:
                 message = f"the message has {len(source.raw)} bytes, more than intake.max_message_bytes allows"
                 raise MalformedMessage(
@@ -54,13 +61,13 @@ class Admitter:
         Raises `EstimateError` or `MalformedMessage`.
         """
         header = BrimHeader.parse(envelope.brim)
+        body = envelope.body()  # also where no formula reads it: a worker would stumble over a broken one
         profile = self.table.profile(envelope.task)
         if profile is None or header.vram_mib is not None:
             return estimate(profile, header, {})
         signature = self.signatures.get(envelope.task)
         if signature is None:
             return None
-        body = envelope.body()
         return estimate(profile, header, signature.bind(envelope.task, body.args, body.kwargs))
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 
-from tenacity import RetryCallState, Retrying, stop_when_event_set, wait_exponential_jitter
+from tenacity import RetryCallState, RetryError, Retrying, stop_when_event_set, wait_exponential_jitter
 from tenacity.nap import sleep_using_event
 
-from brim.celery.answers import Answers
+from brim.celery.answers import Answers, answering_app
+from brim.core.model import AttemptView, Reason
 from brim.settings import Settings
-from brim.store import Store
+from brim.store import FencedError, Store
 from brim.store.connection import connect
+
+from .results import Results
 
 log = logging.getLogger("brim.placement")
 
@@ -20,13 +24,22 @@ LOOK_S = 0.1
 
 
 class Answerer:
-    """A thread beside the active placement; a result backend that is away delays answers and nothing else."""
+    """A thread beside the active placement, and the only one that talks to the result backend.
+
+    A backend that is away delays answers and nothing else.
+    """
 
     def __init__(self, settings: Settings, stop: threading.Event) -> None:
         self.stop = stop
         self.active = threading.Event()
         self._store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
         self._answers = Answers(settings)
+        self._results = Results(answering_app(settings), self._store, settings.placement.max_attempts)
+        self._lost: dict[str, tuple[AttemptView, Reason, int]] = {}
+
+    def settle_later(self, attempt: AttemptView, reason: Reason, epoch: int) -> None:
+        """Notes an attempt that was lost after its finish claim: its result may be out already."""
+        self._lost[attempt.attempt] = (attempt, reason, epoch)
 
     def run(self) -> None:
         """Drains the outbox until ``stop``, while this placement is the active one."""
@@ -34,25 +47,40 @@ class Answerer:
             wait=wait_exponential_jitter(multiplier=0.1, max=5.0),
             stop=stop_when_event_set(self.stop),
             sleep=sleep_using_event(self.stop),
-            before_sleep=lambda state: (
-                log.warning("answers are delayed: %s", state.outcome and state.outcome.exception())
-                if state.attempt_number == 1
-                else None
-            ),
+            before_sleep=_say_once,
         )
         while not self.stop.is_set():
             if not self.active.wait(1.0):
                 continue
-            if not patiently(self.drain):
-                self.stop.wait(LOOK_S)
+            with suppress(RetryError):  # told to stop while the backend was away
+                if not patiently(self.drain):
+                    self.stop.wait(LOOK_S)
 
     def drain(self) -> int:
-        """Writes the oldest answers; returns how many. Raises what the backend raises."""
+        """Writes the oldest answers and settles lost attempts; returns how many.
+
+        One that cannot be written does not hold up the others. Raises what the backend raised last.
+        """
+        failure: Exception | None = None
         owed = self._store.owed(BATCH)
         for answer in owed:
-            self._answers.write(answer.task_id, answer.state, answer.reason, answer.head, answer.tail)
-            self._store.answered(answer)
-        return len(owed)
+            try:
+                self._answers.write(answer.task_id, answer.state, answer.reason, answer.head, answer.tail)
+            except Exception as error:
+                log.debug("%s could not be answered: %s", answer.task_id, error)
+                failure = error
+            else:
+                self._store.answered(answer)
+        settled = [self._settle(name) for name in list(self._lost)]
+        if failure is not None:
+            raise failure
+        return len(owed) + len(settled)
+
+    def _settle(self, name: str) -> None:
+        attempt, reason, epoch = self._lost[name]
+        with suppress(FencedError):
+            self._results.settle(attempt, reason, counts=True, epoch=epoch)
+        del self._lost[name]
 
 
 def _say_once(state: RetryCallState) -> None:

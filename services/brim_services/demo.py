@@ -27,6 +27,7 @@ from brim.store.types import MemoryReport
 from brim_services import summary
 from brim_services.dashboard import Snapshot, render
 from brim_services.embedded import free_port
+from brim_services.invariants import check_invariants
 from brim_services.stack import EXAMPLE, STAGE_WORKERS, Ports, Stack
 from brim_services.summary import Summary
 from brim_services.supervise import ChildDied, Command, Supervisor, termination_requested
@@ -173,13 +174,10 @@ class Demo:
             states[CELERY_STATES.get(result.state, State.WAITING)] += 1
             if result.date_done is not None:
                 last_end_s = max(last_end_s, result.date_done.timestamp())
-        breaches = summary.breaches(records, devices, len(published.through_brim), store.audit())
+        breaches = check_invariants(store, settled=True, witness=witnesses)
+        if len(records) != len(published.through_brim):
+            breaches.append(f"no loss: {len(published.through_brim)} tasks were published, {len(records)} recorded")
         breaches += [f"answered: {i} has no result" for i, r in published.results.items() if not r.ready()]
-        breaches += [
-            f"no over-commit: {uuid} held {witness.peak_mib} MiB of {witness.total_mib}"
-            for uuid, witness in witnesses.items()
-            if witness.peak_mib > witness.total_mib
-        ]
         return Summary(
             tasks={state.value: states[state] for state in State if states[state]},
             oom=sum(witness.refused for witness in witnesses.values()),

@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Sequence
 
-from brim.celery.envelope import BrokerLayout, MalformedMessage, parse, slot
-from brim.core.attributes import EstimateError, TaskSignature
+from brim.celery.envelope import BrokerLayout, slot
+from brim.core.attributes import TaskSignature
 from brim.core.model import State
-from brim.core.profiles import ResourceTable, lane_of
+from brim.core.profiles import ResourceTable
 from brim.settings import Settings
 from brim.store import Store
+from brim.store.types import Peeked
 
-from .admission import UNESTIMATED, Admitter, explain
+from .admission import UNESTIMATED, Admitter
 from .loop import open_store, serve, stop_on_signals
 
 log = logging.getLogger("brim.intake")
@@ -116,15 +117,11 @@ class Intake:
             if envelope is None:
                 continue
             _, head, tail = envelope
-            try:
-                message = parse(head + slot("", {}) + tail)
-                found = admitter.estimate(message)
-            except (EstimateError, MalformedMessage) as error:
-                self.store.close(task_id, State.DEAD, error.reason, [State.WAITING])
-                continue
-            if found is not None:
-                new = lane_of(message.task, found.demand)
-                self.store.relane(task_id, lane, new, found.demand, found.context_mib, explain(found))
+            found = admitter.assess(Peeked("", head + slot("", {}) + tail))
+            if found.refusal is not None:
+                self.store.close(task_id, State.DEAD, found.refusal, [State.WAITING])
+            elif found.waits_for is None:
+                self.store.relane(task_id, lane, found)
 
     def _pause_s(self) -> float:
         eta = self.store.next_eta_s()

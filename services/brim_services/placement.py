@@ -12,15 +12,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from brim.celery.envelope import attempt_fields, slot
+from brim.celery.envelope import BrokerLayout, attempt_fields, slot
 from brim.core.model import Reason, State
 from brim.core.placement import PRESETS, Cluster, Lane, Placement, Plan, Planner, PlannerSettings, Promise, Waiting
 from brim.settings import PolicyChoice, Settings
 from brim.store import FencedError, Store
-from brim.store.types import Changes, CloseAnswer, Commit, LaneWindow, NodeView
+from brim.store.types import Changes, Commit, LaneWindow, NodeView
 
 from .admission import UNESTIMATED
 from .answerer import Answerer
@@ -31,8 +31,9 @@ log = logging.getLogger("brim.placement")
 WINDOW = 64
 """How many tasks of a lane the mirror holds; more are fetched when these are placed."""
 HOUSEKEEPING_S = 1.0
-NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.HANDED_OVER, State.PLACED, State.CLAIMED)
+NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
 EXPIRED = Reason("expired", "its expires time passed before it was started")
+BEGUN = (State.RUNNING, State.FINISHING)
 
 
 @dataclass(slots=True)
@@ -96,12 +97,17 @@ class PlacementService:
         self.settings = settings
         self.planner = planner
         self.answerer = answerer
-        self.holder = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._token = uuid.uuid4().hex[:8]
+        self.holder = f"{socket.gethostname()}-{os.getpid()}-{self._token}"
+        broker = settings.broker
+        layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+        self._intake_lists = layout.lists(broker.intake_queue)
         self.epoch = 0
         self.mirror = Mirror()
         self.promises: dict[str, Promise] = {}
         self._numbers = itertools.count(1)
         self._noted: dict[str, tuple[str, Reason]] = {}
+        self._unfit_since: dict[str, float] = {}
         self._elected_s = 0.0
         self._hearing_since_s = time.monotonic()
         self._housekeeping_s = 0.0
@@ -148,7 +154,7 @@ class PlacementService:
             return False
         if epoch != self.epoch:
             log.info("placement is active, epoch %d", epoch)
-            self.epoch, self._numbers = epoch, itertools.count(1)
+            self.epoch = epoch
             self.promises.clear()
             self.lost_touch()
             self.answerer.active.set()
@@ -192,19 +198,20 @@ class PlacementService:
         while True:
             now_s = self.store.server_ms() / 1000
             plan = self.planner.plan(self.mirror.cluster, self.mirror.waiting_lanes(), now_s, self.promises)
-            refused = self._commit(plan)
+            statuses = self._commit(plan)
+            refused = "refused" in statuses
             if not refused:
                 self.promises = plan.promises
             exhausted = self.mirror.exhausted()
             if exhausted:
                 self._apply(Changes(now_s, lanes=self.store.lane_windows(exhausted, WINDOW)))
-            if refused or not (plan.placements and exhausted):
+            if refused or not (plan.placements and (exhausted or "stale" in statuses)):
                 break
         self._recycle(plan)
         self._note_waits(plan)
 
-    def _commit(self, plan: Plan) -> bool:
-        """Commits a plan's placements in one round trip; True if one was refused."""
+    def _commit(self, plan: Plan) -> set[str]:
+        """Commits a plan's placements in one round trip; the statuses of the answers."""
         batch = [self._prepared(placement) for placement in plan.placements]
         answers = self.store.commit(
             self.epoch,
@@ -212,7 +219,6 @@ class PlacementService:
             self.settings.placement.ahead,
             ignore_memory=self.planner.settings.ignore_memory,
         )
-        refused = False
         for placement, answer in zip(plan.placements, answers, strict=True):
             if answer.status == "fenced":
                 raise FencedError
@@ -222,14 +228,14 @@ class PlacementService:
                 self.mirror.drop(placement.lane, placement.task_id)
             else:
                 log.debug("%s: refused, %s short on %s", placement.task_id, answer.short, answer.uuid)
-                refused = True
-        return refused
+        return {answer.status for answer in answers}
 
     def _prepared(self, placement: Placement) -> Commit:
         window = self.mirror.lanes[placement.lane]
         device = self.mirror.cluster.device(placement.devices[0])
         assert device is not None
-        attempt = f"{self.epoch}-{next(self._numbers)}"
+        # The server may forget an epoch when it dies; the service's own name still keeps attempts apart.
+        attempt = f"{self.epoch}-{self._token}-{next(self._numbers)}"
         fields = attempt_fields(attempt, placement.devices, device.node, placement.demand.vram_mib, window.context_mib)
         return Commit(
             placement.task_id,
@@ -269,24 +275,37 @@ class PlacementService:
     def _keep_house(self) -> None:
         self._expire()
         self._bury_unfit()
+        self._bury_unfollowed()
         self._lose_nodes()
         self.store.forget_finished(self.settings.placement.retention_s, 1000)
 
     def _expire(self) -> None:
-        ids = self.store.expired_ids(1000)
-        running = [i for i in ids if self.store.close(i, State.EXPIRED, EXPIRED, NOT_RUNNING) is not CloseAnswer.CLOSED]
-        self.store.not_expiring(running)
+        for task_id in self.store.expired_ids(1000):
+            self.store.close(task_id, State.EXPIRED, EXPIRED, NOT_RUNNING, epoch=self.epoch)
 
     def _bury_unfit(self) -> None:
-        """Dead-letters tasks that no device seen so far could ever take, once their grace is over."""
+        """Dead-letters tasks that no device could ever take, once they have had their grace.
+
+        The grace also runs from when the last device that was large enough went away: it may only be restarting.
+        """
         now_s, grace_s = self.store.server_ms() / 1000, self.settings.intake.unfit_grace_s
-        for lane, (_, reason) in list(self._noted.items()):
+        unfit = {lane: reason for lane, (_, reason) in self._noted.items() if reason.code == "too_large"}
+        self._unfit_since = {lane: self._unfit_since.get(lane, now_s) for lane in unfit}
+        for lane, since_s in self._unfit_since.items():
             window = self.mirror.lanes.get(lane)
-            if reason.code != "too_large" or window is None:
-                continue
-            for task_id, _, admitted_s in window.waiting:
-                if now_s - admitted_s >= grace_s:
-                    self.store.close(task_id, State.DEAD, reason, [State.WAITING])
+            for task_id, _, admitted_s in window.waiting if window else ():
+                if now_s - max(since_s, admitted_s) >= grace_s:
+                    self.store.close(task_id, State.DEAD, unfit[lane], [State.WAITING], epoch=self.epoch)
+
+    def _bury_unfollowed(self) -> None:
+        """Dead-letters tasks whose retry or replacement never came: the broker has lost it, or it went elsewhere."""
+        longest_s = self.settings.placement.visibility_timeout_s
+        ids = self.store.awaited_ids(longest_s, 1000)
+        if not ids or any(self.store.queue_lengths(self._intake_lists).values()):
+            return
+        reason = Reason("next_lost", f"the message of its retry or replacement has not come within {longest_s:g} s")
+        for task_id in ids:
+            self.store.close(task_id, State.DEAD, reason, [State.HANDED_OVER], epoch=self.epoch)
 
     def _lose_nodes(self) -> None:
         """Declares silent nodes lost and places their attempts again (DESIGN, "Deaths")."""
@@ -296,14 +315,25 @@ class PlacementService:
         for view in self.mirror.nodes.values():
             if self.store.lose_node(self.epoch, view, timeout_s):
                 log.warning("node %s is lost: it has not renewed for %g s", view.node.name, timeout_s)
-        for name in {device.node for site in self.mirror.cluster for device in site.devices if device.state == "lost"}:
-            self._place_elsewhere(self.mirror.nodes[name], timeout_s)
+        lost = {site.name: site for site in self.mirror.cluster if any(d.state == "lost" for d in site.devices)}
+        for name, site in lost.items():
+            reason = Reason("node_lost", f"node {name} has not renewed its lease for {timeout_s:g} s")
+            self._place_elsewhere([device.uuid for device in site.devices], reason)
 
-    def _place_elsewhere(self, view: NodeView, timeout_s: float) -> None:
-        reason = Reason("node_lost", f"node {view.node.name} has not renewed its lease for {timeout_s:g} s")
-        attempts, _ = self.store.books(view.devices)
+    def _place_elsewhere(self, uuids: Sequence[str], reason: Reason) -> None:
+        """Gives up the attempts on lost devices. Only those that had begun can have been the cause, and count."""
+        attempts, _ = self.store.books(uuids)
         for attempt in attempts:
-            self.store.lose(attempt, reason, counts=True, max_attempts=self.settings.placement.max_attempts)
+            if attempt.state is State.FINISHING:
+                self.answerer.settle_later(attempt, reason, self.epoch)
+            else:
+                self.store.lose(
+                    attempt,
+                    reason,
+                    counts=attempt.state in BEGUN,
+                    max_attempts=self.settings.placement.max_attempts,
+                    epoch=self.epoch,
+                )
 
 
 def make_planner(settings: Settings, *, ignore_memory: bool = False) -> Planner:

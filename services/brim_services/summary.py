@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from brim.core.model import TERMINAL, Device, State
+from brim.core.model import Device, State
 from brim.store.types import Record
 
 WAITED_S = 0.1
@@ -118,32 +117,3 @@ def exclusive_makespan_s(records: Iterable[Record], gpu_count: int) -> float:
     """The best makespan possible with one task per GPU (a lower bound of any such schedule)."""
     times = [end - start for start, end in map(run_interval, records)]
     return max(max(times, default=0.0), sum(times) / gpu_count)
-
-
-def breaches(records: Sequence[Record], devices: Sequence[Device], expected: int, audit: Sequence[str]) -> list[str]:
-    """What does not agree with the invariants once every task has ended; empty: they held.
-
-    ``expected`` is how many tasks were published to brim.
-    """
-    found = [f"audit: {difference}" for difference in audit]
-    if len(records) != expected:
-        found.append(f"no loss: {expected} tasks were published, {len(records)} are recorded")
-    states = Counter(record.state for record in records)
-    found += [f"no loss: {n} tasks are still {s}" for s, n in states.items() if s not in TERMINAL]
-    found += [
-        f"no loss: task {record.task_id} is {record.state} without a reason"
-        for record in records
-        if record.state in TERMINAL - {State.SUCCEEDED} and record.reason is None
-    ]
-    for device in devices:
-        name, room = f"{device.node}.{device.index}", device.total_mib - device.headroom_mib
-        if device.busy:
-            found.append(f"released once: {device.busy} attempts still hold executors of {name}")
-        reserved = peak(
-            (record.placed_s, record.ended_s, record.demand.vram_mib)
-            for record in records
-            if device.uuid in record.devices and record.placed_s is not None and record.ended_s is not None
-        )
-        if reserved > room:
-            found.append(f"no over-commit: {reserved} MiB were reserved at once on {name}, which has {room}")
-    return found

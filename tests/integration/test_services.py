@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -11,16 +13,19 @@ import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 
+from brim.celery.answers import Answers
 from brim.celery.envelope import parse
 from brim.celery.errors import TaskRejected
 from brim.core.attributes import TaskSignature
-from brim.core.model import Node, State
+from brim.core.model import AttemptView, Node, Reason, State
 from brim.core.profiles import ResourceTable
 from brim.settings import Settings
+from brim.store import FencedError
 from brim.store.types import DeviceRegistration, NodeRegistration, Outcome
 from brim_services.admission import NO_SIGNATURE
 from brim_services.answerer import Answerer
 from brim_services.intake import Intake
+from brim_services.invariants import check_invariants
 from brim_services.loop import open_store
 from brim_services.placement import PlacementService, make_planner
 from support.celery_app import configure
@@ -53,6 +58,20 @@ class Pipeline:
         name = options.pop("name", "t.run")
         result = self.app.send_task(name, kwargs={"n": n}, queue="brim.intake", **options)
         return str(result.id)
+
+    def configure(self, section: str, **values: object) -> None:
+        """Placement gets other settings."""
+        changed = getattr(self.settings, section).model_copy(update=values)
+        self.placement.settings = self.settings.model_copy(update={section: changed})
+
+    def begin(self, task_id: str, proc: str = "10.1") -> AttemptView:
+        """A test's worker begins a placed task; how its attempt stands then."""
+        record = self.store.record(task_id)
+        assert record is not None
+        assert record.attempt is not None
+        self.store.claim(task_id, record.attempt, "w1")
+        self.store.bind(task_id, record.attempt, record.devices, proc)
+        return next(view for view in self.store.books(record.devices)[0] if view.task_id == task_id)
 
     def settle(self) -> None:
         """Steps both services and the answerer until nothing is left to do for them."""
@@ -88,13 +107,14 @@ def pipeline(valkey_url: str, namespace: str) -> Iterator[Pipeline]:
             "redis": {"url": valkey_url},
             "broker": {"global_keyprefix": namespace},
             "intake": {"unfit_grace_s": 0.0},
-            "placement": {"leader_ttl_s": 1.0},
+            "placement": {"leader_ttl_s": 1.0, "visibility_timeout_s": 0.05},
+            "results": {"app_options": {"result_backend_transport_options": {"global_keyprefix": namespace}}},
         }
     )
     made = Pipeline(settings, app)
     yield made
     made.stop.set()
-    assert made.store.audit() == []
+    assert check_invariants(made.store, settled=False) == []
 
 
 def test_tasks_are_estimated_placed_and_pushed_to_the_devices_queue(pipeline: Pipeline) -> None:
@@ -232,3 +252,140 @@ def test_a_dead_letter_is_tried_again_once_its_cause_is_gone(pipeline: Pipeline)
     record = pipeline.store.record(task_id)
     assert record is not None
     assert (record.state, record.run) == (State.PLACED, 2)
+
+
+def test_a_task_that_placement_finds_gone_leaves_its_place_to_the_next_at_once(pipeline: Pipeline) -> None:
+    pipeline.register(executors=1)
+    pipeline.configure("placement", ahead=0)
+    pipeline.placement.planner = make_planner(pipeline.placement.settings)
+    pipeline.placement.step()
+    first, second = pipeline.send(1), pipeline.send(1)
+    pipeline.intake.learn_signatures()
+    pipeline.intake.admit_batch(10)
+    pipeline.placement._resync()
+    pipeline.store.cancel(first, Reason("test", "because"))
+    pipeline.placement._place()
+    assert pipeline.state(second) is State.PLACED
+
+
+def test_the_grace_of_a_task_begins_anew_when_the_device_that_it_fits_goes_away(pipeline: Pipeline) -> None:
+    pipeline.configure("intake", unfit_grace_s=0.4)
+    pipeline.register()
+    large = NodeRegistration(
+        Node("large"), "boot", 1, ["t.run"], {}, [DeviceRegistration("GPU-L", 0, "SIM", 50_000, 0)]
+    )
+    pipeline.store.register_node(large)
+    holder = pipeline.send(20)
+    pipeline.settle()
+    ahead = pipeline.send(15)  # placed behind it
+    pipeline.settle()
+    waits = pipeline.send(20)
+    began_s = time.monotonic()
+    wait_until(lambda: time.monotonic() - began_s > 0.5, what="longer than the grace")
+    pipeline.settle()
+    for task_id in (holder, ahead):
+        pipeline.store.cancel(task_id, Reason("test", "because"))
+    assert pipeline.store.leave("large", "boot", ["GPU-L"])
+
+    pipeline.settle()
+    pipeline.placement._keep_house()
+    assert pipeline.state(waits) is State.WAITING
+
+    def buried() -> bool:
+        pipeline.placement._keep_house()
+        return pipeline.state(waits) is State.DEAD
+
+    wait_until(buried, what="the grace is over")
+
+
+def test_a_retry_that_never_comes_is_a_dead_letter(pipeline: Pipeline) -> None:
+    pipeline.register()
+    task_id, other = pipeline.send(1), pipeline.send(1)
+    pipeline.settle()
+    pipeline.run(task_id, State.HANDED_OVER)
+    pipeline.send(1)  # in the broker's list: so might be the retry
+
+    def looked_for() -> list[str]:
+        pipeline.placement._keep_house()
+        return pipeline.store.awaited_ids(0.05, 10)
+
+    wait_until(looked_for, what="the time is over")
+    assert pipeline.state(task_id) is State.HANDED_OVER
+    pipeline.settle()
+    pipeline.placement._keep_house()
+    record = pipeline.store.record(task_id)
+    assert record is not None
+    assert (record.state, record.reason and record.reason.code) == (State.DEAD, "next_lost")
+    assert pipeline.state(other) is State.PLACED
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_attempt_lost_after_its_function_was_over_ends_by_its_result(pipeline: Pipeline, answered: bool) -> None:
+    pipeline.register()
+    task_id = pipeline.send(1)
+    pipeline.settle()
+    view = pipeline.begin(task_id)
+    pipeline.store.finish(task_id, view.attempt, "10.1")
+    if answered:
+        pipeline.app.backend.store_result(task_id, 42, "SUCCESS")
+    pipeline.configure("placement", lease_timeout_s=0.01)
+    pipeline.placement._hearing_since_s = 0.0
+
+    def lost() -> bool:
+        pipeline.placement._lose_nodes()
+        pipeline.settle()
+        return pipeline.store.devices()[0].state == "lost"
+
+    wait_until(lost, what="the node is lost")
+    pipeline.placement._lose_nodes()
+    pipeline.answerer.drain()
+    assert pipeline.state(task_id) is (State.SUCCEEDED if answered else State.WAITING)
+
+
+def test_a_placement_that_was_paused_takes_nothing_from_a_node_that_is_back(pipeline: Pipeline) -> None:
+    pipeline.register()
+    pipeline.settle()
+    paused = pipeline.placement
+    paused.mirror.cluster.update(dataclasses.replace(pipeline.store.devices()[0], state="lost"))
+    paused.resign()
+    pipeline.placement = PlacementService(
+        pipeline.store, pipeline.settings, make_planner(pipeline.settings), pipeline.answerer
+    )
+    task_id = pipeline.send(1)
+    pipeline.settle()
+    pipeline.begin(task_id)
+
+    with pytest.raises(FencedError):
+        paused._place_elsewhere(["GPU-0"], Reason("node_lost", "as it was before the pause"))
+    assert pipeline.state(task_id) is State.RUNNING
+
+
+def test_an_answer_that_cannot_be_written_holds_up_no_other(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.register()
+    first, second = pipeline.send(name="t.unknown"), pipeline.send(name="t.unknown")
+    pipeline.intake.admit_batch(10)
+    write = Answers.write
+
+    def failing(answers: Answers, task_id: str, *rest: object) -> None:
+        if task_id == first:
+            raise ValueError("its errback cannot be published")
+        write(answers, task_id, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Answers, "write", failing)
+    with pytest.raises(ValueError, match="errback"):
+        pipeline.answerer.drain()
+    with pytest.raises(TaskRejected):
+        pipeline.app.AsyncResult(second).get(timeout=5)
+    assert [owed.task_id for owed in pipeline.store.owed(10)] == [first]
+
+
+def test_a_task_that_waited_for_its_signature_gets_its_priority_with_its_estimate(pipeline: Pipeline) -> None:
+    late = pipeline.send(1, headers={"brim": {"priority": 9}})
+    early = pipeline.send(1, headers={"brim": {"priority": 2}})
+    pipeline.intake.admit_batch(10)
+    pipeline.register()
+    pipeline.intake.learn_signatures()
+    [window] = pipeline.store.snapshot(10).lanes[-1:]
+    assert [task_id for task_id, _, _ in window.waiting] == [early, late]

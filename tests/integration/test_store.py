@@ -25,6 +25,7 @@ from brim.store.types import (
     Outcome,
     Peeked,
 )
+from brim_services.invariants import check_invariants
 
 GPU = "GPU-a"
 WHY = Reason("test", "because the test says so")
@@ -36,6 +37,7 @@ class Cluster:
     def __init__(self, store: Store, namespace: str) -> None:
         self.store, self.list = store, f"{namespace}brim.intake"
         self.numbers = itertools.count(1)
+        self.breaches: list[str] = []
         self.epoch, _ = store.elect("test", 60)
         registration = NodeRegistration(
             Node("n1"), "boot", 2, ["t"], {"t": "{}"}, [DeviceRegistration(GPU, 0, "SIM", 10_000, 500)]
@@ -88,7 +90,7 @@ def cluster(valkey_url: str, namespace: str) -> Iterator[Cluster]:
     client = redis.Redis.from_url(valkey_url)
     found = Cluster(Store(client, f"{namespace}brim:"), namespace)
     yield found
-    assert found.store.audit() == []
+    assert check_invariants(found.store, settled=False) == found.breaches
     client.close()
 
 
@@ -150,11 +152,19 @@ def test_a_commit_that_does_not_fit_is_refused_with_the_short_resource(cluster: 
     assert (answer.status, answer.short, answer.missing) == ("refused", "memory", 500)
     assert cluster.place("b", 4000)[1] == "committed"
     commit = Commit("c", "t|4000", "x", [GPU], "n1", "q", 4000, b"")
-    assert cluster.store.commit(cluster.epoch, [commit], 0)[0].short == "executors"
     assert cluster.store.commit(cluster.epoch, [commit], 1)[0].short == "memory"
-    assert cluster.store.commit(cluster.epoch, [commit], 1, ignore_memory=True)[0].status == "committed"
-    assert cluster.store.commit(cluster.epoch, [commit], 1)[0].status == "committed"  # asked again
+    assert cluster.store.commit(cluster.epoch, [commit], 0, ignore_memory=True)[0].short == "executors"
     assert cluster.place("a", 4000)[1] == "stale"
+
+
+def test_a_placement_that_ignores_memory_is_found_out(cluster: Cluster) -> None:
+    for task_id in "ab":
+        cluster.admit(task_id, 6000)
+    assert cluster.place("a", 6000)[1] == "committed"
+    commit = Commit("b", "t|6000", "x", [GPU], "n1", "q", 6000, b"")
+    assert cluster.store.commit(cluster.epoch, [commit], 0, ignore_memory=True)[0].status == "committed"
+    assert cluster.store.commit(cluster.epoch, [commit], 0)[0].status == "committed", "asked again"
+    cluster.breaches = ["no over-commit: 12000 MiB were reserved at once on n1.0, which has 9500"]
 
 
 def test_a_stale_placement_is_fenced(cluster: Cluster) -> None:
@@ -202,18 +212,17 @@ def test_a_lost_attempts_process_keeps_its_memory_until_it_is_gone(cluster: Clus
     assert cluster.available == 9500
 
 
-def test_a_loss_of_an_attempt_that_has_not_begun_does_not_meet_one_that_has(cluster: Cluster) -> None:
+def test_an_attempt_that_has_gone_on_since_it_was_given_up_is_not_lost(cluster: Cluster) -> None:
     cluster.admit("a")
     attempt, _ = cluster.place("a")
-    seen = cluster.view(attempt)
+    placed = cluster.view(attempt)
     cluster.store.claim("a", attempt, "w1")
     cluster.store.bind("a", attempt, [GPU], "10.1")
-    assert cluster.store.lose(seen, WHY, counts=False, max_attempts=3, unless_begun=True) is LoseAnswer.STALE
-    assert cluster.state("a") is State.RUNNING
-    assert cluster.store.lose(seen, WHY, counts=False, max_attempts=3) is LoseAnswer.WAITING
-    second, _ = cluster.place("a")
-    seen = cluster.view(second)
-    assert cluster.store.lose(seen, WHY, counts=False, max_attempts=3, unless_begun=True) is LoseAnswer.WAITING
+    running = cluster.view(attempt)
+    cluster.store.finish("a", attempt, "10.1")
+    for seen in (placed, running):  # its result may be out by now
+        assert cluster.store.lose(seen, WHY, counts=False, max_attempts=3) is LoseAnswer.STALE
+    assert cluster.store.lose(cluster.view(attempt), WHY, counts=False, max_attempts=3) is LoseAnswer.WAITING
 
 
 def test_reports_count_external_memory_and_leftovers(cluster: Cluster) -> None:
@@ -222,7 +231,7 @@ def test_reports_count_external_memory_and_leftovers(cluster: Cluster) -> None:
     assert cluster.report(4000, {"10.1": 3500})
     assert cluster.available == 9500 - 500 - 3500
     cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED, context_mib=300))
-    assert cluster.available == 9500 - 500 - 3000, "unknown leftover: the reservation stays"
+    assert cluster.available == 9500 - 500 - 3500, "unknown leftover: what it counted for stays"
     cluster.report(1000, {"10.1": None})
     assert cluster.store.devices()[0].committed_mib == 300, "still unknown after the end: the context"
     cluster.report(1000, {"10.1": 600})
@@ -370,3 +379,192 @@ def test_finished_records_are_forgotten_after_their_retention(cluster: Cluster) 
 def test_every_script_is_loaded_again_after_a_flush(cluster: Cluster) -> None:
     cluster.store.client.script_flush()
     assert cluster.admit("a") is AdmitAnswer.ADMITTED
+
+
+@pytest.mark.parametrize("stage", ["handed_over", "running"])
+def test_a_cancelled_task_has_no_next_run(cluster: Cluster, stage: str) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    if stage == "handed_over":
+        cluster.store.end("a", attempt, [GPU], Outcome(State.HANDED_OVER, leftover_mib=[0]))
+        assert cluster.store.cancel("a", WHY) is CloseAnswer.CLOSED
+    else:
+        assert cluster.store.cancel("a", WHY) is CloseAnswer.MARKED
+        cluster.store.finish("a", attempt, "10.1")
+        assert cluster.admit("a", retries=1) is AdmitAnswer.HELD
+        assert cluster.store.end("a", attempt, [GPU], Outcome(State.HANDED_OVER, leftover_mib=[0])) is EndAnswer.ENDED
+
+    record = cluster.store.record("a")
+    assert record is not None
+    assert (record.state, record.reason) == (State.CANCELLED, WHY)
+    assert [owed.reason for owed in cluster.store.owed(10)] == [WHY]
+    assert cluster.admit("a", retries=2) is AdmitAnswer.CLOSED
+    assert cluster.store.queue_lengths([cluster.list]) == {cluster.list: 0}
+
+
+def test_a_newer_run_takes_the_place_of_one_that_waits(cluster: Cluster) -> None:
+    now = cluster.store.server_ms() / 1000
+    cluster.admit("a", expires_s=now + 0.01)
+    attempt = cluster.run("a")
+    cluster.store.finish("a", attempt, "10.1")
+    cluster.store.lose(cluster.view(attempt), WHY, counts=True, max_attempts=3)  # its retry is on the way
+
+    assert cluster.admit("a", 4000, retries=1) is AdmitAnswer.ADMITTED
+
+    assert cluster.store.lane_depths() == {"t|4000": 1}
+    assert cluster.store.expired_ids(10) == []
+    assert cluster.place("a", 4000)[1] == "committed"
+
+
+def test_of_several_messages_the_newest_run_is_held(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    assert cluster.admit("a", retries=2) is AdmitAnswer.HELD
+    assert cluster.admit("a", retries=1) is AdmitAnswer.REDELIVERY
+    assert cluster.admit("a", retries=2) is AdmitAnswer.REDELIVERY
+    cluster.store.end("a", attempt, [GPU], Outcome(State.HANDED_OVER))
+    assert b'"retries":2' in cluster.store.client.lrange(cluster.list, 0, -1)[0]
+
+
+@pytest.mark.parametrize("stage", ["placed", "running", "finishing"])
+def test_a_lost_attempt_gives_way_to_a_newer_run_wherever_it_was(cluster: Cluster, stage: str) -> None:
+    cluster.admit("a")
+    attempt = cluster.place("a")[0] if stage == "placed" else cluster.run("a")
+    if stage == "finishing":
+        cluster.store.finish("a", attempt, "10.1")
+    cluster.admit("a", retries=1)
+    assert cluster.store.lose(cluster.view(attempt), WHY, counts=True, max_attempts=1) is LoseAnswer.PROMOTED
+    assert cluster.state("a") is State.HANDED_OVER
+    assert cluster.store.queue_lengths([cluster.list]) == {cluster.list: 1}
+
+
+def test_a_lost_attempt_that_was_to_be_cancelled_is_answered_with_that_reason(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    cluster.store.cancel("a", WHY)
+    cluster.admit("a", retries=1)
+    died = Reason("executor_died", "executor 10.1 was killed")
+    assert cluster.store.lose(cluster.view(attempt), died, counts=True, max_attempts=1) is LoseAnswer.CANCELLED
+    assert [owed.reason for owed in cluster.store.owed(10)] == [WHY]
+
+
+def test_a_task_that_ran_when_it_expired_expires_when_it_waits_again(cluster: Cluster) -> None:
+    cluster.admit("a", expires_s=cluster.store.server_ms() / 1000 - 1)
+    attempt = cluster.run("a")
+    assert cluster.store.expired_ids(10) == ["a"]
+    assert cluster.store.close("a", State.EXPIRED, WHY, [State.WAITING]) is CloseAnswer.REFUSED
+    assert cluster.store.expired_ids(10) == []
+    cluster.store.lose(cluster.view(attempt), WHY, counts=True, max_attempts=3)
+    assert cluster.store.expired_ids(10) == ["a"]
+
+
+def test_a_process_to_be_replaced_is_told_so_however_often_it_asks(cluster: Cluster) -> None:
+    cluster.report(500, {"10.1": 500})
+    cluster.store.doom(cluster.epoch, GPU, 300)
+    cluster.admit("a")
+    attempt, _ = cluster.place("a")
+    cluster.store.claim("a", attempt, "w1")
+    for _ in range(2):
+        assert cluster.store.bind("a", attempt, [GPU], "10.1") is ClaimAnswer.DOOMED
+
+
+def test_no_more_processes_are_replaced_than_cover_what_is_short(cluster: Cluster) -> None:
+    cluster.report(900, {"10.1": 500, "11.1": 400})
+    assert cluster.store.doom(cluster.epoch, GPU, 300) == 1
+    assert cluster.store.doom(cluster.epoch, GPU, 300) == 0
+    assert cluster.store.doom(cluster.epoch, GPU, 600) == 1
+
+
+def test_only_one_of_executor_and_main_process_may_answer(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    assert cluster.store.finish("a", attempt, "") is ClaimAnswer.GRANTED, "about to kill it: hard time limit"
+    assert cluster.store.finish("a", attempt, "10.1") is ClaimAnswer.STALE
+    assert cluster.store.finish("a", attempt, "") is ClaimAnswer.GRANTED
+    cluster.store.end("a", attempt, [GPU], Outcome(State.FAILED, WHY, [0]))
+
+    cluster.admit("b")
+    attempt = cluster.run("b")
+    assert cluster.store.finish("b", attempt, "10.1") is ClaimAnswer.GRANTED
+    assert cluster.store.finish("b", attempt, "") is ClaimAnswer.STALE
+    assert cluster.store.finish("b", attempt, "", left_to_main=True) is ClaimAnswer.GRANTED
+    assert cluster.store.finish("b", attempt, "10.1") is ClaimAnswer.STALE
+
+
+def test_a_leftover_that_is_known_stays_where_reports_do_not_tell(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED, leftover_mib=[1200], context_mib=300))
+    cluster.report(1200, {"10.1": None})
+    device = cluster.store.devices()[0]
+    assert (device.committed_mib, device.external_mib) == (1200, 0)
+
+
+def test_an_end_of_one_of_several_attempts_of_a_process_frees_nothing_unseen(cluster: Cluster) -> None:
+    cluster.admit("a")
+    cluster.admit("b")
+    first, _ = cluster.run("a"), cluster.run("b")
+    cluster.store.end("a", first, [GPU], Outcome(State.SUCCEEDED, context_mib=300))
+    assert cluster.available == 9500 - 6000
+    cluster.report(3500, {"10.1": 3500})
+    assert cluster.available == 9500 - 3500
+
+
+def test_what_others_use_is_not_taken_for_memory_of_a_process_that_cannot_be_measured(cluster: Cluster) -> None:
+    cluster.report(2000, {"10.1": None})
+    assert cluster.store.devices()[0].external_mib == 2000
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    cluster.report(2100, {"10.1": None})
+    assert cluster.available == 9500 - 2000 - 3000, "the task has not taken its memory yet"
+    cluster.report(6000, {"10.1": None})
+    assert cluster.available == 9500 - 3000 - 3000, "more than both: others use more than before"
+    cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED, context_mib=300))
+    cluster.report(800, {"10.1": None})
+    assert cluster.available == 9500 - 500 - 300
+
+
+def test_a_record_is_kept_until_its_producer_is_answered(cluster: Cluster) -> None:
+    cluster.admit("a", refusal=WHY)
+    assert not cluster.store.purge("a")
+    assert not cluster.store.revive("a", "?t", WHY)
+    cluster.store.answered(cluster.store.owed(1)[0])
+    assert cluster.store.revive("a", "?t", WHY)
+    cluster.store.close("a", State.DEAD, WHY, [State.WAITING])
+    cluster.store.answered(cluster.store.owed(1)[0])
+    assert cluster.store.purge("a")
+
+
+def test_changes_beyond_the_limit_ring_again(cluster: Cluster) -> None:
+    cluster.admit("a")
+    assert cluster.store.wait_for_wake(1)
+    cluster.store.take_changes(cluster.epoch, 10, limit=1)
+    assert cluster.store.wait_for_wake(1)
+
+
+def test_a_stale_placement_neither_closes_nor_gives_up_anything(cluster: Cluster) -> None:
+    cluster.admit("a")
+    view = cluster.view(cluster.run("a"))
+    cluster.admit("b")
+    with pytest.raises(FencedError):
+        cluster.store.close("b", State.DEAD, WHY, [State.WAITING], epoch=cluster.epoch - 1)
+    with pytest.raises(FencedError):
+        cluster.store.lose(view, WHY, counts=True, max_attempts=1, epoch=cluster.epoch - 1)
+    assert (cluster.state("a"), cluster.state("b")) == (State.RUNNING, State.WAITING)
+
+
+def test_a_device_that_a_new_registration_lacks_leaves_the_table(cluster: Cluster) -> None:
+    other = DeviceRegistration("GPU-b", 0, "SIM", 8000, 0)
+    assert cluster.store.register_node(NodeRegistration(Node("n1"), "boot2", 2, ["t"], {}, [other]))
+    assert [device.uuid for device in cluster.store.devices()] == ["GPU-b"]
+    cluster.store.take_changes(cluster.epoch, 10)
+
+
+def test_a_retry_that_never_comes_is_known(cluster: Cluster) -> None:
+    cluster.admit("a")
+    cluster.store.end("a", cluster.run("a"), [GPU], Outcome(State.HANDED_OVER, leftover_mib=[0]))
+    while not cluster.store.awaited_ids(0, 10):
+        pass
+    assert cluster.store.awaited_ids(60, 10) == []
+    cluster.admit("a", retries=1)
+    assert cluster.store.awaited_ids(0, 10) == []

@@ -102,8 +102,8 @@ def test_a_task_runs_and_its_executor_keeps_only_what_it_left_behind(plant: Plan
     assert plant.events(result.id) == ["admitted", "placed", "claimed", "started", "finishing", "succeeded"]
     book = plant.stage.client.hgetall(plant.stage.store.keys.book(plant.stage.identity.device))
     [process] = [value for name, value in book.items() if name.startswith(f"p:{pid}.".encode())]
-    floor_mib = int(process.split(b"|")[1])
-    assert floor_mib == 500 + 300
+    measured_mib = int(process.split(b"|")[0])
+    assert measured_mib == 500 + 300
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brim.core.model import Demand, Device, Identity, Reason, State
+from brim.core.model import Demand, Device, Identity, State
 from brim.store.types import Record
 from brim_services.summary import (
     Gpu,
     Overflow,
     Summary,
-    breaches,
     exclusive_makespan_s,
     gpus,
     overflow,
@@ -83,27 +82,6 @@ def test_the_bound_for_one_task_per_gpu() -> None:
     assert exclusive_makespan_s([], gpu_count=4) == 0.0
 
 
-def test_invariants_that_hold_leave_nothing_to_say() -> None:
-    assert breaches(TWO, [GPU], 2, []) == []
-
-
-def test_every_breach_is_told() -> None:
-    stuck = replace(record("c", 0, 0, 0, 0, 0), state=State.RUNNING, ended_s=None)
-    mute = replace(record("d", 0, 0, 0, 0, 0), state=State.FAILED)
-    third = record("e", 0.0, 2.5, 2.6, 2.7, 2.8)
-
-    told = breaches([*TWO, stuck, mute, third], [replace(GPU, busy=1)], 6, ["device x: committed_mib is 1"])
-
-    assert told == [
-        "audit: device x: committed_mib is 1",
-        "no loss: 6 tasks were published, 5 are recorded",
-        "no loss: 1 tasks are still running",
-        "no loss: task d is failed without a reason",
-        "released once: 1 attempts still hold executors of node.0",
-        "no over-commit: 1100 MiB were reserved at once on node.0, which has 900",
-    ]
-
-
 def test_a_run_is_good_only_if_all_of_it_was() -> None:
     good = Summary({"succeeded": 2}, 0, Overflow(), [], 4.6, 4.0)
 
@@ -116,9 +94,3 @@ def test_a_run_is_good_only_if_all_of_it_was() -> None:
     ):
         assert not bad.good
     assert replace(good, breaches=["x"]).as_json()["invariants"] == ["x"]
-
-
-def test_a_failure_with_a_reason_is_no_breach() -> None:
-    failed = replace(record("c", 0.0, 5.0, 6.0, 7.0, 8.0), state=State.FAILED, reason=Reason("raised", "boom"))
-
-    assert breaches([failed], [GPU], 1, []) == []

@@ -7,7 +7,6 @@ drained at least once.
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from celery import Celery, states
@@ -63,11 +62,6 @@ class Answers:
             store_result=request is None or not request.ignore_result,
             state=states.REVOKED if revoked else states.FAILURE,
         )
-
-    def stored(self, task_id: str) -> str | None:
-        """The final state that the result backend has for a task, or None while it has none."""
-        found: Any = self._app.backend.get_task_meta(task_id, cache=False)
-        return str(found["status"]) if found["status"] in states.READY_STATES else None
 
 
 def celery_url(url: str) -> str:

@@ -57,9 +57,9 @@ class Attempts:
         """An executor is about to run the task."""
         return self._patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc))
 
-    def finish(self, task_id: str, attempt: AttemptHeader, proc: str) -> ClaimAnswer:
+    def finish(self, task_id: str, attempt: AttemptHeader, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:
         """The finish claim: only who is granted it may publish anything about the task."""
-        return self._patiently(lambda: self.store.finish(task_id, attempt.attempt, proc))
+        return self._patiently(lambda: self.store.finish(task_id, attempt.attempt, proc, left_to_main=left_to_main))
 
     def end(
         self,

@@ -129,10 +129,13 @@ class AttemptRequest(Request):
         if answered:
             inherited()
         else:
-            self._answer(inherited, _over_time(*error.args) if isinstance(error, TimeLimitExceeded) else failure(error))
+            # The executor has left the answer to this process, or it is about to be killed for being too slow.
+            over_time = isinstance(error, TimeLimitExceeded)
+            reason = _over_time(*error.args) if over_time else failure(error)
+            self._answer(inherited, reason, left_to_main=not over_time)
 
-    def _answer(self, answer: Callable[[], None], reason: Reason) -> None:
-        if not self._may_answer():
+    def _answer(self, answer: Callable[[], None], reason: Reason, *, left_to_main: bool = False) -> None:
+        if not self._may_answer(left_to_main=left_to_main):
             self._drop()
             return
         try:
@@ -140,10 +143,10 @@ class AttemptRequest(Request):
         finally:  # an errback that cannot be called must not keep the memory
             self._end(State.FAILED, reason)
 
-    def _may_answer(self) -> bool:
+    def _may_answer(self, *, left_to_main: bool = False) -> bool:
         """The finish claim; asked once, because Celery announces some outcomes twice."""
         if self._granted is None:
-            answer = self.attempts.finish(self.id, self.attempt, MAIN_PROCESS)
+            answer = self.attempts.finish(self.id, self.attempt, MAIN_PROCESS, left_to_main=left_to_main)
             self._granted = answer is ClaimAnswer.GRANTED
             if not self._granted:
                 refusal(self.attempt, self.id, "answer", answer)

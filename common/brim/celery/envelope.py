@@ -222,7 +222,7 @@ def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:
     message = _load(raw)
     headers, properties = message["headers"], message["properties"]
     task_id, task = headers.get("id"), headers.get("task")
-    if not isinstance(task_id, str) or not isinstance(task, str):
+    if not _is_text(task_id) or not _is_text(task):
         raise _without_identity(message)
     try:
         header = headers.get(HEADER) or {}
@@ -240,7 +240,7 @@ def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:
             brim=_asked(header),
             attempt=attempt,
             content_type=message.get("content-type"),
-            content_encoding=message.get("content-encoding"),
+            content_encoding=_text_or_none(message, "content-encoding"),
             encoded_body=str(message.get("body") or ""),
         )
     except MalformedMessage as error:
@@ -344,7 +344,7 @@ def _asked(header: Mapping[str, Any]) -> Mapping[str, Any]:
 def _load(raw: bytes) -> dict[str, Any]:
     try:
         message = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedMessage(Reason("malformed", f"message: not JSON: {error}")) from error
     if not isinstance(message, dict):
         raise MalformedMessage(Reason("malformed", f"message: expected an object, got {type(message).__name__}"))
@@ -368,6 +368,21 @@ def _without_identity(message: Mapping[str, Any]) -> MalformedMessage:
         str(task_id),
         str(task),
     )
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a text that can be written down: JSON may escape halves of characters."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _text_or_none(values: Mapping[str, Any], name: str) -> str | None:
+    value = values.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise MalformedMessage(Reason("malformed", f"{name}: expected a text, got {value!r}"))
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int:
@@ -435,7 +450,7 @@ COMPRESSIONS: dict[str, Callable[[bytes, int], bytes]] = {
 def _unpack(data: bytes, compression: str | None) -> bytes:
     if compression is None:
         return data
-    decompress = COMPRESSIONS.get(compression)
+    decompress = COMPRESSIONS.get(str(compression))
     if decompress is None:
         raise MalformedMessage(
             Reason(

@@ -140,7 +140,7 @@ class BrimHeader(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     attributes: Annotated[dict[Name, Scalar], Field(max_length=64)] = {}
-    vram_mib: Annotated[int, Field(strict=True, gt=0)] | None = None
+    vram_mib: Annotated[int, Field(strict=True, gt=0, le=2**40)] | None = None
     gpu_model: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
     labels: Annotated[dict[str, str], Field(max_length=64)] = {}
     priority: Priority | None = None

@@ -69,8 +69,7 @@ class Remembered:
 class Lose:
     """The attempt is lost; its task is placed again.
 
-    ``finished``: its function was over, so look first whether its result is out. Unless it has ``begun``, the
-    loss must not meet it begun by now.
+    ``finished``: its function was over, so look first whether its result is out.
     """
 
     attempt: AttemptView

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .attempts import AttemptSide
 from .audit import AuditSide
+from .base import FencedError
 from .intake import IntakeSide
 from .nodes import NodeSide
-from .placement import FencedError, PlacementSide
+from .placement import PlacementSide
 from .views import UserSide
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from brim.core.model import AttemptView, Reason, State
 
-from .base import Base
+from .base import Base, FencedError
 from .codec import dump
 from .runner import Arg
 from .types import ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome
@@ -37,14 +37,15 @@ class AttemptSide(Base):
         names += [keys.book(uuid) for uuid in devices]
         return ClaimAnswer(self.runner.run("bind", names, [attempt, proc]).decode())
 
-    def finish(self, task_id: str, attempt: str, proc: str) -> ClaimAnswer:
+    def finish(self, task_id: str, attempt: str, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:
         """The finish claim: the user's function is over, its callbacks and result are not out yet.
 
         ``proc`` is empty when the worker's main process claims, for instance for a task that was revoked there.
+        It gets what an executor has claimed only if that is done and has left the answer to it (``left_to_main``).
         """
         keys = self.keys
         names = [keys.task(task_id), keys.story(task_id), keys.counts]
-        return ClaimAnswer(self.runner.run("finish", names, [attempt, proc]).decode())
+        return ClaimAnswer(self.runner.run("finish", names, [attempt, proc, int(left_to_main)]).decode())
 
     def end(self, task_id: str, attempt: str, devices: Sequence[str], outcome: Outcome) -> EndAnswer:
         """Ends an attempt: its reservation becomes leftover, its record is closed, placement wakes."""
@@ -58,6 +59,8 @@ class AttemptSide(Base):
             keys.availability,
             keys.finished,
             keys.expiring,
+            keys.outbox,
+            keys.awaited,
             *(keys.book(uuid) for uuid in devices),
         ]
         leftover = "" if outcome.leftover_mib is None else ",".join(str(mib) for mib in outcome.leftover_mib)
@@ -73,12 +76,19 @@ class AttemptSide(Base):
         return EndAnswer(self.runner.run("end", names, args).decode())
 
     def lose(
-        self, view: AttemptView, reason: Reason, *, counts: bool, max_attempts: int, unless_begun: bool = False
+        self,
+        view: AttemptView,
+        reason: Reason,
+        *,
+        counts: bool,
+        max_attempts: int,
+        epoch: int | None = None,
     ) -> LoseAnswer:
         """A live attempt was lost: its task waits again in its old place.
 
+        STALE, and nothing is done, if it has gone on since it was seen: look again, it may have left its result.
         ``counts``: the loss counts towards ``max_attempts``, after which the task is dead-lettered.
-        ``unless_begun``: STALE, and nothing is done, if it is bound to an executor by now.
+        ``epoch``: of the placement that says so, if it is one; raises `FencedError` once it is not the active one.
         """
         keys, lane = self.keys, view.lane
         while True:
@@ -94,6 +104,8 @@ class AttemptSide(Base):
                 keys.outbox,
                 keys.lane(lane),
                 keys.lanes,
+                keys.awaited,
+                keys.leader,
                 *(keys.book(uuid) for uuid in view.devices),
             ]
             args: list[Arg] = [
@@ -104,17 +116,24 @@ class AttemptSide(Base):
                 int(counts),
                 max_attempts,
                 view.context_mib,
-                int(unless_begun),
+                view.state,
+                "" if epoch is None else epoch,
             ]
             answer = self.runner.run("lose", names, args).decode()
+            if answer == "fenced":
+                raise FencedError
             if answer != "moved":
                 return LoseAnswer(answer)
             lane = (self.client.hget(keys.task(view.task_id), "lane") or b"").decode()
 
-    def close(self, task_id: str, state: State, reason: Reason, allowed: Sequence[State]) -> CloseAnswer:
+    def close(
+        self, task_id: str, state: State, reason: Reason, allowed: Sequence[State], *, epoch: int | None = None
+    ) -> CloseAnswer:
         """Closes a task that does not run, if it is in one of the ``allowed`` states; the producer is answered.
 
-        A running one that may be closed is marked; its worker has to end it.
+        A running one that may be closed is marked; its worker has to end it. One that may not be expired now is
+        not tried again until it waits anew. ``epoch``: of the placement that says so, if it is one; raises
+        `FencedError` once it is not the active one.
         """
         keys = self.keys
         while True:
@@ -131,15 +150,26 @@ class AttemptSide(Base):
                 keys.expiring,
                 keys.outbox,
                 keys.scheduled,
+                keys.awaited,
+                keys.leader,
                 keys.lane(lane),
                 *(keys.book(uuid) for uuid in devices.split(",") if uuid),
             ]
-            args: list[Arg] = [task_id, state, dump(reason), ",".join(allowed), lane, attempt, context or 0]
+            args: list[Arg] = [
+                task_id,
+                state,
+                dump(reason),
+                ",".join(allowed),
+                lane,
+                attempt,
+                context or 0,
+                "" if epoch is None else epoch,
+            ]
             answer = self.runner.run("close", names, args).decode()
-            if answer in tuple(CloseAnswer):
-                return CloseAnswer(answer)
+            if answer == "fenced":
+                raise FencedError
             if answer != "moved":
-                return CloseAnswer.REFUSED
+                return CloseAnswer(answer)
 
     def cancel(self, task_id: str, reason: Reason) -> CloseAnswer:
         """Cancels a task wherever it is; MARKED means that its worker has to end it."""
@@ -171,7 +201,7 @@ class AttemptSide(Base):
         return bool(self.runner.run("revive", names, [task_id, lane, dump(why)]))
 
     def purge(self, task_id: str) -> bool:
-        """Removes the record of a task that has ended; False if it has not."""
+        """Removes the record of a task that has ended; False if it has not, or its producer is not answered yet."""
         keys = self.keys
         names = [keys.task(task_id), keys.story(task_id), keys.counts, keys.finished, keys.tasks]
         return bool(self.runner.run("forget", names, [task_id]))

@@ -5,74 +5,161 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from brim.core.model import LIVE, TERMINAL, State
 
 from .base import Base
-from .codec import load_device
+from .codec import NODE_FIELDS, load_device, load_node_view
+from .types import NodeView
+
+RECORD = ("state", "attempt", "devices", "lane", "next", "owed", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What of a record has to agree with other keys."""
+
+    state: State
+    attempt: str
+    devices: tuple[str, ...]
+    lane: str
+    holds_next: bool
+    owed: bool
+    has_envelope: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Everything:
+    """All that is compared, read in one transaction but for the names of tasks, devices, lanes and nodes."""
+
+    tasks: Mapping[str, _Task | None]
+    books: Mapping[str, Mapping[bytes, bytes]]
+    lanes: Mapping[str, frozenset[str]]
+    nodes: Mapping[str, NodeView | None]
+    availability: Mapping[str, bytes]
+    counts: Mapping[State, int]
+    indexes: Mapping[State, frozenset[str]]
+    finished: frozenset[str]
+    expiring: frozenset[str]
+    owed: Counter[str]
 
 
 class AuditSide(Base):
-    """Reads in one transaction per kind, so it is meant for a quiet moment or to be asked twice."""
+    """Meant for a quiet moment, or to be asked twice: names are read before what belongs to them."""
 
     def audit(self) -> list[str]:
         """Differences between records, books, lanes, counts and the availability table; empty is right."""
-        return list(self._differences())
+        found = self._read_everything()
+        return [*_task_differences(found), *_index_differences(found), *_device_differences(found)]
 
-    def _differences(self) -> Iterator[str]:
+    def _read_everything(self) -> _Everything:
         keys, client = self.keys, self.client
-        ids = [i.decode() for i in client.zrange(keys.tasks, 0, -1)]
-        uuids = [uuid.decode() for uuid in client.hkeys(keys.availability)]
-        lanes = [lane.decode() for lane in client.hkeys(keys.lanes)]
+        ids = _texts(client.zrange(keys.tasks, 0, -1))
+        uuids = _texts(client.hkeys(keys.availability))
+        lanes = _texts(client.hkeys(keys.lanes))
+        names = _texts(client.smembers(keys.nodes))
         pipeline = client.pipeline(transaction=True)
         for task_id in ids:
-            pipeline.hmget(keys.task(task_id), "state", "attempt", "devices", "lane", "order")
+            pipeline.hmget(keys.task(task_id), *RECORD)
         for uuid in uuids:
             pipeline.hgetall(keys.book(uuid))
-        pipeline.hgetall(keys.availability)
-        pipeline.hgetall(keys.counts)
         for lane in lanes:
             pipeline.zrange(keys.lane(lane), 0, -1)
-        answers = pipeline.execute()
-        records = dict(zip(ids, answers[: len(ids)], strict=True))
-        books = dict(zip(uuids, answers[len(ids) : len(ids) + len(uuids)], strict=True))
-        availability, counts = answers[len(ids) + len(uuids) : len(ids) + len(uuids) + 2]
-        waiting = {
-            (lane, i.decode())
-            for lane, members in zip(lanes, answers[len(ids) + len(uuids) + 2 :], strict=True)
-            for i in members
-        }
+        for name in names:
+            pipeline.hmget(keys.node(name), *NODE_FIELDS)
+        pipeline.hgetall(keys.availability)
+        pipeline.hgetall(keys.counts)
+        for index in (keys.scheduled, keys.awaited, keys.finished, keys.expiring):
+            pipeline.zrange(index, 0, -1)
+        pipeline.lrange(keys.outbox, 0, -1)
+        answers = iter(pipeline.execute())
+        return _Everything(
+            {task_id: _task(next(answers)) for task_id in ids},
+            {uuid: next(answers) for uuid in uuids},
+            {lane: frozenset(_texts(next(answers))) for lane in lanes},
+            {name: _node(name, next(answers)) for name in names},
+            {uuid.decode(): entry for uuid, entry in next(answers).items()},
+            {State(state.decode()): int(n) for state, n in next(answers).items()},
+            {state: frozenset(_texts(next(answers))) for state in (State.SCHEDULED, State.HANDED_OVER)},
+            frozenset(_texts(next(answers))),
+            frozenset(_texts(next(answers))),
+            Counter(str(json.loads(entry)["id"]) for entry in next(answers)),
+        )
 
-        seen: Counter[str] = Counter()
-        leased: set[tuple[str, str]] = set()
-        for task_id, (state, attempt, devices, lane, _order) in records.items():
-            if state is None:
-                yield f"task {task_id}: listed, but it has no record"
-                continue
-            name = State(state.decode())
-            seen[name] += 1
-            if name in LIVE:
-                for uuid in devices.decode().split(","):
-                    leased.add((uuid, attempt.decode()))
-                    if f"a:{attempt.decode()}".encode() not in books.get(uuid, {}):
-                        yield f"task {task_id}: {name} as attempt {attempt.decode()}, not in the book of {uuid}"
-            elif name == State.WAITING and (lane.decode(), task_id) not in waiting:
-                yield f"task {task_id}: waiting, but not in its lane {lane.decode()!r}"
-            elif name in TERMINAL and (lane.decode(), task_id) in waiting:
-                yield f"task {task_id}: {name}, but still in lane {lane.decode()!r}"
-        for state in State:
-            if seen[state] != int(counts.get(state.encode(), b"0")):
-                yield f"counts: {state} says {counts.get(state.encode(), b'0').decode()}, there are {seen[state]}"
-        for uuid, book in books.items():
-            yield from _book_differences(uuid, book, availability.get(uuid.encode()), leased)
+
+def _task_differences(found: _Everything) -> Iterator[str]:
+    """Each record against the books, and against itself."""
+    for task_id, task in found.tasks.items():
+        if task is None:
+            yield f"task {task_id}: listed, but it has no record"
+            continue
+        if task.state in LIVE:
+            for uuid in task.devices:
+                if f"a:{task.attempt}".encode() not in found.books.get(uuid, {}):
+                    yield f"task {task_id}: {task.state} as attempt {task.attempt}, not in the book of {uuid}"
+        elif task.holds_next:
+            yield f"task {task_id}: {task.state}, but the message of a newer run is held"
+        if task.state not in TERMINAL and not task.has_envelope:
+            yield f"task {task_id}: {task.state} without its envelope"
+        if found.owed[task_id] != int(task.owed):
+            yield f"task {task_id}: {found.owed[task_id]} answers in the outbox, its record says {int(task.owed)}"
+
+
+def _index_differences(found: _Everything) -> Iterator[str]:
+    """Counts, lanes and sorted sets against the records."""
+    states = {task_id: task.state for task_id, task in found.tasks.items() if task is not None}
+    seen = Counter(states.values())
+    for state in State:
+        if seen[state] != found.counts.get(state, 0):
+            yield f"counts: {state} says {found.counts.get(state, 0)}, there are {seen[state]}"
+    belongs = {i: task.lane for i, task in found.tasks.items() if task is not None and task.state == State.WAITING}
+    for task_id, lane in belongs.items():
+        if task_id not in found.lanes.get(lane, frozenset()):
+            yield f"task {task_id}: waiting, but not in its lane {lane!r}"
+    for lane, members in found.lanes.items():
+        for task_id in members:
+            if belongs.get(task_id) != lane:
+                yield f"task {task_id}: {states.get(task_id, 'unknown')}, but in lane {lane!r}"
+    indexes = [(str(state), members, {state}) for state, members in found.indexes.items()]
+    for name, members, of_states in [*indexes, ("finished", found.finished, TERMINAL)]:
+        for task_id in members ^ {task_id for task_id, state in states.items() if state in of_states}:
+            listed = "listed" if task_id in members else "not listed"
+            yield f"task {task_id}: {states.get(task_id, 'unknown')}, but {listed} as {name}"
+    for task_id in found.expiring:
+        if states.get(task_id) in {None, *TERMINAL, State.HANDED_OVER}:
+            yield f"task {task_id}: {states.get(task_id, 'unknown')}, but listed to expire"
+
+
+def _device_differences(found: _Everything) -> Iterator[str]:
+    leased = {
+        (uuid, task.attempt) for task in found.tasks.values() if task and task.state in LIVE for uuid in task.devices
+    }
+    listed = {uuid: view for view in found.nodes.values() if view is not None for uuid in view.devices}
+    for name, view in found.nodes.items():
+        if view is None:
+            yield f"node {name}: listed, but it has not registered"
+    for uuid in listed.keys() - found.books.keys():
+        yield f"device {uuid}: registered by node {listed[uuid].node.name}, not in the availability table"
+    for uuid, book in found.books.items():
+        entry = found.availability.get(uuid)
+        if b"info" not in book or entry is None:
+            yield f"device {uuid}: in the availability table without a book"
+            continue
+        node = json.loads(book[b"info"])["node"]
+        view = listed.get(uuid)
+        if view is None or view.node.name != node:
+            yield f"device {uuid}: in the availability table, but node {node} does not list it"
+        elif (view.state == "lost") != (book[b"state"] == b"lost"):
+            yield f"device {uuid}: {book[b'state'].decode()}, but its node {node} is {view.state}"
+        yield from _book_differences(uuid, book, entry, leased)
 
 
 def _book_differences(
-    uuid: str, book: Mapping[bytes, bytes], entry: bytes | None, leased: set[tuple[str, str]]
+    uuid: str, book: Mapping[bytes, bytes], entry: bytes, leased: set[tuple[str, str]]
 ) -> Iterator[str]:
-    if b"info" not in book or entry is None:
-        yield f"device {uuid}: in the availability table without a book"
-        return
+    """One book against the leases, and its entry in the availability table against the book."""
     info, reserved, committed, busy = json.loads(book[b"info"]), Counter[str](), 0, 0
     for field, value in book.items():
         if field.startswith(b"a:"):
@@ -84,18 +171,46 @@ def _book_differences(
                 reserved[proc] += int(vram)
             else:
                 committed += int(vram)
-    processes = {field[2:].decode(): value for field, value in book.items() if field.startswith(b"p:")}
+    processes = {field[2:].decode(): value.decode() for field, value in book.items() if field.startswith(b"p:")}
+    reclaimable = 0
     for proc in processes.keys() | reserved.keys():
-        measured, floor = (int(part) for part in processes.get(proc, b"-1|0").split(b"|")[:2])
-        committed += max(reserved[proc], measured if measured >= 0 else floor)
+        measured, floor, _, _, doomed = processes.get(proc, "-1|0|0|0|0").split("|")
+        held = int(measured) if int(measured) >= 0 else int(floor)
+        committed += max(reserved[proc], held)
+        if not reserved[proc] and doomed == "0":
+            reclaimable += held
     device = load_device(entry)
     expected = {
+        **info,
         "committed_mib": committed,
+        "reclaimable_mib": reclaimable,
         "busy": busy,
         "external_mib": int(book.get(b"external", b"0")),
-        "total_mib": info["total_mib"],
         "state": book[b"state"].decode(),
     }
     for name, value in expected.items():
         if getattr(device, name) != value:
             yield f"device {uuid}: {name} is {getattr(device, name)} in the table, {value} by its book"
+
+
+def _task(fields: list[bytes | None]) -> _Task | None:
+    state, attempt, devices, lane, next_message, owed, head = fields
+    if state is None:
+        return None
+    return _Task(
+        State(state.decode()),
+        (attempt or b"").decode(),
+        tuple(uuid for uuid in (devices or b"").decode().split(",") if uuid),
+        (lane or b"").decode(),
+        next_message is not None,
+        owed is not None,
+        head is not None,
+    )
+
+
+def _node(name: str, fields: Any) -> NodeView | None:
+    return load_node_view(name, fields) if fields[0] is not None else None
+
+
+def _texts(values: Any) -> list[str]:
+    return [value.decode() for value in values]

@@ -10,6 +10,10 @@ from .keys import Keys
 from .runner import Runner
 
 
+class FencedError(Exception):
+    """Another placement has taken over: stop deciding."""
+
+
 class Base:
     """One connection pool, one set of key names. Redis errors pass through to the caller."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from brim.core.model import Demand, Identity
+from brim.core.model import Identity
 
 from .base import Base
 from .codec import dump, milliseconds
@@ -31,9 +31,20 @@ class IntakeSide(Base):
 
     def admit(self, batch: Sequence[Admission]) -> list[AdmitAnswer]:
         """Admits or refuses messages in one round trip; each by one script."""
-        return [AdmitAnswer(answer.decode()) for answer in self.runner.run_many([self._admit(a) for a in batch])]
+        answers = [answer.decode() for answer in self.runner.run_many([self._admit(a) for a in batch])]
+        for position in (i for i, answer in enumerate(answers) if answer == "moved"):
+            answers[position] = self._admit_over(batch[position])
+        return [AdmitAnswer(answer) for answer in answers]
 
-    def _admit(self, a: Admission) -> Call:
+    def _admit_over(self, admission: Admission) -> str:
+        """Admits a run whose id waits as an earlier run in some lane, which it has to be taken out of."""
+        answer = "moved"
+        while answer == "moved":
+            [lane] = self._lanes_of([admission.identity.task_id])
+            answer = self.runner.run_many([self._admit(admission, lane)])[0].decode()
+        return answer
+
+    def _admit(self, a: Admission, waits_in: str = "") -> Call:
         keys, task_id = self.keys, a.identity.task_id
         args: list[Arg] = [
             a.source.raw,
@@ -53,6 +64,7 @@ class IntakeSide(Base):
             dump(a.refusal) if a.refusal else "",
             dump(a.waits_for) if a.waits_for else "",
             dump(a.explanation),
+            waits_in,
         ]
         return Call(
             "admit",
@@ -71,6 +83,8 @@ class IntakeSide(Base):
                 keys.seq,
                 keys.finished,
                 keys.outbox,
+                keys.awaited,
+                keys.lane(waits_in),
             ],
             args,
         )
@@ -127,27 +141,20 @@ class IntakeSide(Base):
             for task_id, (nesting, retries, head, tail) in zip(ids, pipeline.execute(), strict=True)
         ]
 
-    def relane(
-        self,
-        task_id: str,
-        old: str,
-        new: str,
-        demand: Demand,
-        context_mib: int,
-        explanation: Mapping[str, object],
-    ) -> bool:
-        """Gives a waiting task another demand and lane; False if it does not wait in ``old`` any more."""
+    def relane(self, task_id: str, old: str, new: Admission) -> bool:
+        """Gives a waiting task another lane, demand and priority; False if it does not wait in ``old`` any more."""
         keys = self.keys
         names = [
             keys.task(task_id),
             keys.story(task_id),
             keys.lane(old),
-            keys.lane(new),
+            keys.lane(new.lane),
             keys.lanes,
             keys.changed,
             keys.wake,
         ]
-        args: list[Arg] = [task_id, old, new, dump(demand), context_mib, dump(explanation)]
+        explanation = dump(new.explanation)
+        args: list[Arg] = [task_id, old, new.lane, dump(new.demand), new.context_mib, explanation, new.priority]
         return bool(self.runner.run("relane", names, args))
 
     def publish_profiles(self, table: Mapping[str, str]) -> None:

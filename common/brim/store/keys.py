@@ -61,6 +61,11 @@ class Keys:
         return f"{self.prefix}expiring"
 
     @property
+    def awaited(self) -> str:
+        """ZSET id -> since when (ms) the message of its next run is awaited: it was retried or replaced."""
+        return f"{self.prefix}awaited"
+
+    @property
     def tasks(self) -> str:
         """ZSET of all ids by admission."""
         return f"{self.prefix}tasks"

@@ -39,21 +39,37 @@ class NodeSide(Base):
             for d in registration.devices
         ]
         info = {"labels": node.labels, "cpus": node.cpus, "ram_mib": node.ram_mib, "devices": infos}
-        answer = self.runner.run(
-            "register",
-            [
-                keys.node(node.name),
-                keys.nodes,
-                keys.availability,
-                keys.changed,
-                keys.wake,
-                keys.taskset(digest),
-                keys.signatures,
-                *(keys.book(d.uuid) for d in registration.devices),
-            ],
-            [node.name, registration.boot, dump(info), names, dump(registration.signatures), registration.state],
-        )
+        answer = b"moved"
+        while answer == b"moved":
+            gone = self._devices_of(node.name) - {d.uuid for d in registration.devices}
+            answer = self.runner.run(
+                "register",
+                [
+                    keys.node(node.name),
+                    keys.nodes,
+                    keys.availability,
+                    keys.changed,
+                    keys.wake,
+                    keys.taskset(digest),
+                    keys.signatures,
+                    *(keys.book(uuid) for uuid in (*(d.uuid for d in registration.devices), *gone)),
+                ],
+                [
+                    node.name,
+                    registration.boot,
+                    dump(info),
+                    names,
+                    dump(registration.signatures),
+                    registration.state,
+                    *gone,
+                ],
+            )
         return bool(answer == b"registered")
+
+    def _devices_of(self, node: str) -> set[str]:
+        """What the node registered last."""
+        info = self.client.hget(self.keys.node(node), "info")
+        return {device["uuid"] for device in json.loads(info)["devices"]} if info else set()
 
     def renew(self, node: str, boot: str, *, draining: bool = False) -> bool:
         """Renews the node's leases. False: kill what this agent runs and register again."""

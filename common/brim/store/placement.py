@@ -7,14 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from brim.core.model import Reason, State
 
-from .base import Base
+from .base import Base, FencedError
 from .codec import NODE_FIELDS, admitted_s, dump, load_demand, load_device, load_node_view, load_reason
 from .runner import Call
 from .types import Changes, Commit, CommitAnswer, LaneWindow, NodeView, Owed
-
-
-class FencedError(Exception):
-    """Another placement has taken over: stop deciding."""
 
 
 class PlacementSide(Base):
@@ -38,7 +34,7 @@ class PlacementSide(Base):
 
         Raises `FencedError`.
         """
-        answer = self.runner.run("take", [self.keys.leader, self.keys.changed], [epoch, limit])
+        answer = self.runner.run("take", [self.keys.leader, self.keys.changed, self.keys.wake], [epoch, limit])
         if not answer:
             raise FencedError
         kinds: dict[str, list[str]] = {"d": [], "l": [], "n": []}
@@ -172,10 +168,12 @@ class PlacementSide(Base):
             i.decode() for i in self.client.zrange(self.keys.expiring, "-inf", now, byscore=True, offset=0, num=limit)
         ]
 
-    def not_expiring(self, ids: Sequence[str]) -> None:
-        """Forgets the expiry of tasks that run already."""
-        if ids:
-            self.client.zrem(self.keys.expiring, *ids)
+    def awaited_ids(self, longer_than_s: float, limit: int) -> list[str]:
+        """Ids of retried or replaced tasks whose next message has not come for ``longer_than_s``."""
+        before = self.server_ms() - round(longer_than_s * 1000)
+        return [
+            i.decode() for i in self.client.zrange(self.keys.awaited, "-inf", before, byscore=True, offset=0, num=limit)
+        ]
 
     def owed(self, limit: int) -> list[Owed]:
         """The oldest answers in the outbox, with their envelopes."""

@@ -25,6 +25,8 @@ class AdmitAnswer(StrEnum):
     """Known already; dropped."""
     ORPHAN = "orphan"
     """The message of an attempt whose record is gone; dropped."""
+    CLOSED = "closed"
+    """A later run of a task that brim itself has answered for (cancelled, expired, dead); dropped."""
 
 
 class ClaimAnswer(StrEnum):

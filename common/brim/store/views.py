@@ -32,6 +32,13 @@ class UserSide(Base):
         """What happened to a task, oldest first: ``t`` (server ms), ``event`` and what belongs to it."""
         return [json.loads(line) for line in self.client.lrange(self.keys.story(task_id), 0, -1)]
 
+    def stories(self, ids: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """The stories of several tasks, by id."""
+        pipeline = self.client.pipeline(transaction=False)
+        for task_id in ids:
+            pipeline.lrange(self.keys.story(task_id), 0, -1)
+        return {i: [json.loads(line) for line in lines] for i, lines in zip(ids, pipeline.execute(), strict=True)}
+
     def task_ids(self, offset: int = 0, limit: int = -1) -> list[str]:
         """Ids of all tasks that brim knows, newest first."""
         last = -1 if limit < 0 else offset + limit - 1

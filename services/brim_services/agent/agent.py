@@ -19,20 +19,19 @@ from celery import Celery
 
 from brim.celery.agent_link import Event, Listener
 from brim.celery.plugin import registration
-from brim.core.model import AttemptView, Reason, State
+from brim.core.model import AttemptView, Reason
 from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Sight, decide
 from brim.gpu.probe import DeviceInfo, Probe, open_probe
 from brim.gpu.sampling import next_interval_s
 from brim.settings import ConfigurationError, Problem, Settings
 from brim.store import Store
 from brim.store.connection import address, is_outage
-from brim.store.types import EndAnswer, LoseAnswer
 from brim_services.loop import open_store, patiently, stop_on_signals
+from brim_services.results import Results
 from brim_services.supervise import Supervisor
 
 from .app import check_app, load_app
 from .presence import Presence, Refused
-from .results import Results
 from .takeover import Boot, take_over
 from .watch import Watch
 from .workers import Workers
@@ -90,7 +89,7 @@ class Agent:
         self.bell = bell
         node = settings.agent.node or socket.gethostname()
         self.presence = Presence(store, settings.agent, node, str(Boot.mine()), self.devices, probe)
-        self.results = Results(app, store)
+        self.results = Results(app, store, settings.placement.max_attempts)
         self.listener = Listener()
         self.watch = Watch()
         self.watch.also(self.listener)
@@ -276,7 +275,7 @@ class Agent:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Lose(attempt, reason):
-                self._settle(attempt, reason, counts=action.counts, unless_begun=not action.begun)
+                self._settle(attempt, reason, counts=action.counts)
             case Forget(device, proc):
                 self.store.process_gone(device, proc)
             case Replace(device, proc):
@@ -289,15 +288,8 @@ class Agent:
     def _settle_predecessors(self, attempt: AttemptView, reason: Reason) -> None:
         self._settle(attempt, reason, counts=bool(attempt.proc))
 
-    def _settle(self, attempt: AttemptView, reason: Reason, *, counts: bool, unless_begun: bool = False) -> None:
-        """End a lost attempt by the result that it has left, or else have its task placed again."""
-        outcome = self.results.outcome(attempt) if attempt.state is State.FINISHING else None
-        answer: EndAnswer | LoseAnswer
-        if outcome is not None:
-            answer = self.store.end(attempt.task_id, attempt.attempt, attempt.devices, outcome)
-        else:
-            most = self.settings.placement.max_attempts
-            answer = self.store.lose(attempt, reason, counts=counts, max_attempts=most, unless_begun=unless_begun)
+    def _settle(self, attempt: AttemptView, reason: Reason, *, counts: bool) -> None:
+        answer = self.results.settle(attempt, reason, counts=counts)
         log.info("task %s, attempt %s: %s: %s", attempt.task_id, attempt.attempt, reason, answer)
 
     def _forget_endings(self, sight: Sight) -> None:

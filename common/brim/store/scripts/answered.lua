@@ -7,6 +7,7 @@ if redis.call('LREM', KEYS[1], 1, ARGV[1]) == 0 then return 0 end
 local state = redis.call('HGET', KEYS[2], 'state')
 if state then
   redis.call('HSET', KEYS[2], 'answered_ms', integer(now_ms()))
+  redis.call('HDEL', KEYS[2], 'owed')
   if state ~= 'dead' then redis.call('HDEL', KEYS[2], 'head', 'tail') end
   tell(KEYS[3], now_ms(), 'answered')
 end

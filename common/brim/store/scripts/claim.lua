@@ -3,7 +3,7 @@
 -- ARGV  1 attempt  2 worker boot
 -- Returns  "granted" (also when the same boot asks again) | "stale" | "unknown" | "cancelled"
 
-local known = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'boot', 'cancel')
+local known = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'boot')
 local state = known[1]
 if not state then return 'unknown' end
 if state == 'cancelled' then return 'cancelled' end

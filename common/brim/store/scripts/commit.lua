@@ -16,6 +16,7 @@ if known[1] ~= 'waiting' or known[2] ~= ARGV[3] then
   return { 'stale' }
 end
 
+-- The same checks in the same order as brim.core.placement.fit.shortage.
 local vram, ahead = tonumber(ARGV[6]), tonumber(ARGV[7])
 for i = 10, #KEYS do
   local book = read_book(KEYS[i])
@@ -23,11 +24,11 @@ for i = 10, #KEYS do
   local short, missing
   local available = book.info.total_mib - book.info.headroom_mib - book.external - book.committed
   if book.state ~= 'up' then
-    short, missing = book.state, 0
-  elseif book.busy >= book.info.executors + ahead then
-    short, missing = 'executors', book.busy - book.info.executors - ahead + 1
+    short, missing = 'state', 0
   elseif ARGV[10] == '1' and available < vram then
     short, missing = 'memory', vram - available
+  elseif book.busy >= book.info.executors + ahead then
+    short, missing = 'executors', book.busy - book.info.executors - ahead + 1
   end
   if short then
     changed(KEYS[6], KEYS[7], 'd:' .. book.info.uuid)
@@ -42,7 +43,7 @@ for i = 10, #KEYS do
 end
 redis.call('ZREM', KEYS[5], id)
 redis.call('HSET', record, 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8], 'placed_ms', integer(now))
-redis.call('HDEL', record, 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms')
+redis.call('HDEL', record, 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher')
 redis.call('HINCRBY', record, 'attempts', 1)
 move(record, KEYS[4], 'waiting', 'placed')
 tell(KEYS[3], now, 'placed', ',"attempt":"' .. ARGV[4] .. '","node":' .. cjson.encode(ARGV[8]) .. ',"devices":"'

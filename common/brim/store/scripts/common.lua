@@ -11,8 +11,11 @@
 -- A process counts as max(what is reserved for attempts bound to it, measured; unknown: its floor).
 
 local LIVE = { placed = true, claimed = true, running = true, finishing = true }
+-- States in which brim itself has answered the producer: nothing runs under this id any more.
+local ANSWERED = { cancelled = true, expired = true, dead = true }
 local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, dead = true }
 local STORY_LENGTH = 200
+local PRIORITY_STEP = 2 ^ 47
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -52,6 +55,11 @@ end
 local function changed(changes, wake, member)
   redis.call('SADD', changes, member)
   rouse(wake)
+end
+
+-- A task's place in overflow: by priority (0 first), then by the tick of its admission.
+local function overflow_order(priority, tick)
+  return integer(tonumber(priority) * PRIORITY_STEP + tick)
 end
 
 -- Puts a waiting task into its lane. `lanes` keeps what every task of the lane has in common.
@@ -139,19 +147,22 @@ local function refresh(key, availability, changes, wake)
   return book
 end
 
--- Takes an attempt out of a device's book. Its process keeps `floor` (the reservation, if none is known) until it
--- is measured after now, or gone.
-local function release(key, attempt, floor, context, now)
-  local value = redis.call('HGET', key, 'a:' .. attempt)
-  if not value then return end
+-- Takes an attempt out of a device's book. Its process then counts as its `leftover`; where that is not known, as
+-- what it counted for before, until it is measured after now, or gone.
+local function release(key, attempt, leftover, context, now)
+  local book = read_book(key)
+  local held = book.attempts[attempt]
+  if not held then return end
   redis.call('HDEL', key, 'a:' .. attempt)
-  local vram, proc = string.match(value, '^(%d+)|([^|]*)|')
-  if proc == '' then return end
-  local known = redis.call('HGET', key, 'p:' .. proc)
-  local process = known and parse_process(known) or fresh_process()
-  process.measured, process.floor = -1, floor or tonumber(vram)
+  if held.proc == '' then return end
+  local process = book.processes[held.proc]
+  if leftover then
+    process.measured, process.floor = leftover, 0
+  else
+    process.measured, process.floor = -1, math.max(process.reserved, held_mib(process))
+  end
   process.context, process.ended = context, now
-  redis.call('HSET', key, 'p:' .. proc, format_process(process))
+  redis.call('HSET', key, 'p:' .. held.proc, format_process(process))
 end
 
 -- The fencing check (invariant 4): true unless `epoch` is the active placement's.
@@ -159,17 +170,38 @@ local function fenced(leader, epoch)
   return redis.call('HGET', leader, 'epoch') ~= epoch
 end
 
+-- Whether one run of an id comes after another: replacements count first, then retries.
+local function later(nesting, retries, than_nesting, than_retries)
+  return nesting > than_nesting or (nesting == than_nesting and retries > than_retries)
+end
+
+-- Forgets the message of a newer run that was held.
+local function drop_next(record)
+  redis.call('HDEL', record, 'next', 'next_list', 'next_nesting', 'next_retries')
+end
+
+-- Leaves a task to its next run. Where that run's message is held already, it goes back to its broker list, the
+-- first in turn there.
+local function hand_over(record, awaited, expiring, id, now)
+  local held = redis.call('HMGET', record, 'next', 'next_list')
+  if held[1] then redis.call('RPUSH', held[2], held[1]) end
+  drop_next(record)
+  redis.call('ZADD', awaited, integer(now), id)
+  redis.call('ZREM', expiring, id)
+end
+
 -- Closes a task: the envelope goes unless an answer or a later retry still needs it.
 local function close(record, finished, expiring, id, now, keep_envelope)
   redis.call('HSET', record, 'ended_ms', integer(now))
-  redis.call('HDEL', record, 'next', 'next_list')
+  drop_next(record)
   if not keep_envelope then redis.call('HDEL', record, 'head', 'tail') end
   redis.call('ZADD', finished, integer(now), id)
   redis.call('ZREM', expiring, id)
 end
 
-local function owe_answer(outbox, wake, id, state, reason)
+-- Notes an answer that brim itself has to give; the record stays until it is given.
+local function owe_answer(outbox, record, id, state, reason)
   redis.call('RPUSH', outbox, '{"id":' .. cjson.encode(id) .. ',"state":"' .. state .. '"' .. because(reason) .. '}')
-  rouse(wake)
+  redis.call('HSET', record, 'owed', '1')
 end
 

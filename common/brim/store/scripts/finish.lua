@@ -1,18 +1,24 @@
--- The finish claim: the user's function is over, before callbacks and result. Only the live attempt gets it.
--- The worker's main process claims for all of its executors, and for an attempt that none has begun: then it is
--- about to answer itself, and the function does not run (any more).
+-- The finish claim: the user's function is over, before callbacks and result. Only one of the live attempt's two
+-- processes gets it. The worker's main process claims for an attempt that it is about to answer itself: one that no
+-- executor has begun, that it is about to kill, or whose executor is done with it and has left the answer to it.
 -- KEYS  1 record  2 story  3 counts
--- ARGV  1 attempt  2 proc, '' the worker's main process
+-- ARGV  1 attempt  2 proc, '' the worker's main process  3 "1" if the executor is done and has left it to the main process
 -- Returns  "granted" (also when the same process asks again) | "stale" | "unknown" | "cancelled"
 
-local known = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'proc')
+local known = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'proc', 'finisher')
 local state = known[1]
 if not state then return 'unknown' end
 if state == 'cancelled' then return 'cancelled' end
 local main = ARGV[2] == ''
 if known[2] ~= ARGV[1] or not (main or known[3] == ARGV[2]) then return 'stale' end
+if state == 'finishing' then
+  if known[4] == ARGV[2] then return 'granted' end
+  if not main or ARGV[3] ~= '1' then return 'stale' end
+elseif state ~= 'running' and not (main and state == 'claimed') then
+  return 'stale'
+end
+redis.call('HSET', KEYS[1], 'finisher', ARGV[2])
 if state == 'finishing' then return 'granted' end
-if state ~= 'running' and not (main and state == 'claimed') then return 'stale' end
 local now = now_ms()
 redis.call('HSET', KEYS[1], 'finished_ms', integer(now))
 move(KEYS[1], KEYS[3], state, 'finishing')

@@ -1,10 +1,11 @@
--- Removes a finished record whose retention is over.
+-- Removes a finished record whose retention is over, once nobody waits for brim's answer any more.
 -- KEYS  1 record  2 story  3 counts  4 finished  5 tasks
 -- ARGV  1 task id
--- Returns  1 | 0 it is not finished
+-- Returns  1 | 0 it is not finished, or its answer is still owed
 
-local state = redis.call('HGET', KEYS[1], 'state')
-if state and not TERMINAL[state] then return 0 end
+local known = redis.call('HMGET', KEYS[1], 'state', 'owed')
+local state = known[1]
+if state and (not TERMINAL[state] or known[2]) then return 0 end
 if state then redis.call('HINCRBY', KEYS[3], state, -1) end
 redis.call('DEL', KEYS[1], KEYS[2])
 redis.call('ZREM', KEYS[4], ARGV[1])

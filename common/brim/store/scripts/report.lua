@@ -10,19 +10,23 @@ for i = 4, #ARGV do
   local key, figures = KEYS[i + 2], report.devices[ARGV[i]]
   local book = read_book(key)
   if book.info and sampled >= book.sampled_ms then
-    local external = figures.used_mib
+    -- What others use lies between these two: a process that cannot be measured may use all that is reserved for it,
+    -- or nothing beyond what it held before; what it held before its last end is not known any more.
+    local least, most = figures.used_mib, figures.used_mib
     for proc, mib in pairs(figures.processes) do
       local process = book.processes[proc] or fresh_process()
       if mib == cjson.null then
-        external = external - math.max(process.reserved, process.floor)
         if process.ended < sampled and process.floor > 0 then process.floor = math.min(process.floor, process.context) end
+        least = least - (process.ended < sampled and math.max(process.reserved, held_mib(process)) or figures.used_mib)
+        most = most - held_mib(process)
       else
-        external = external - mib
+        least, most = least - mib, most - mib
         if process.ended < sampled then process.measured, process.floor = mib, 0 end
       end
       if process.ended < sampled then redis.call('HSET', key, 'p:' .. proc, format_process(process)) end
     end
-    redis.call('HSET', key, 'external', integer(math.max(0, external)), 'sampled_ms', ARGV[2])
+    local external = math.max(0, least, math.min(book.external, most))
+    redis.call('HSET', key, 'external', integer(external), 'sampled_ms', ARGV[2])
     refresh(key, KEYS[2], KEYS[3], KEYS[4])
   end
 end

@@ -1,4 +1,4 @@
-"""What the app's result backend says about an attempt that was lost after its function was over."""
+"""Settling lost attempts: by the result that one has left in the result backend, if its function was over."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from celery import Celery, states
 
 from brim.core.model import AttemptView, Reason, State
 from brim.store import Store
-from brim.store.types import Outcome
+from brim.store.types import EndAnswer, LoseAnswer, Outcome
 
-log = logging.getLogger("brim.agent")
+log = logging.getLogger("brim.results")
 
 TIMEOUT_S = 3.0
 SLACK_S = 1.0
@@ -23,12 +23,25 @@ _REASON = Reason("result_found", "its executor died when its result was out alre
 
 
 class Results:
-    """Asks the result backend of the app, with short timeouts: the agent has a lease to renew."""
+    """Asks the result backend of the app, with short timeouts: an agent has a lease to renew."""
 
-    def __init__(self, app: Celery, store: Store) -> None:
+    def __init__(self, app: Celery, store: Store, max_attempts: int) -> None:
         app.conf.redis_socket_timeout = app.conf.redis_socket_connect_timeout = TIMEOUT_S
         self._app = app
         self._store = store
+        self._max_attempts = max_attempts
+
+    def settle(
+        self, attempt: AttemptView, reason: Reason, *, counts: bool, epoch: int | None = None
+    ) -> EndAnswer | LoseAnswer:
+        """End a lost attempt by the result that it has left, or else have its task placed again.
+
+        ``epoch``: of the placement that says so, if it is one; see `Store.lose`.
+        """
+        outcome = self.outcome(attempt) if attempt.state is State.FINISHING else None
+        if outcome is not None:
+            return self._store.end(attempt.task_id, attempt.attempt, attempt.devices, outcome)
+        return self._store.lose(attempt, reason, counts=counts, max_attempts=self._max_attempts, epoch=epoch)
 
     def outcome(self, attempt: AttemptView) -> Outcome | None:
         """How this attempt ended by its result; None where it has none, or that cannot be known."""
