@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from brim.celery.envelope import BrokerLayout, attempt_fields, slot
 from brim.core.model import Reason, State
@@ -50,17 +50,25 @@ class Mirror:
             self.cluster.remove_node(name)
             self.nodes.pop(name, None)
         for view in changes.nodes:
-            self.cluster.update_node(view.node)
             self.nodes[view.node.name] = view
         for device in changes.devices:
             self.cluster.update(device)
         for uuid_ in changes.gone_devices:
             self.cluster.remove(uuid_)
+        for name in {view.node.name for view in changes.nodes} | {device.node for device in changes.devices}:
+            self._count_host(name)
         for window in changes.lanes:
             if window.waiting:
                 self.lanes[window.lane] = window
             else:
                 self.lanes.pop(window.lane, None)
+
+    def _count_host(self, name: str) -> None:
+        """What the attempts on a node's devices hold of its CPUs and RAM, as the table says."""
+        if name in self.nodes:
+            devices = self.cluster[name].devices if name in self.cluster else ()
+            cpus, ram_mib = sum(d.cpus_used for d in devices), sum(d.ram_used_mib for d in devices)
+            self.cluster.update_node(replace(self.nodes[name].node, cpus_used=cpus, ram_used_mib=ram_mib))
 
     def waiting_lanes(self) -> Iterator[Lane]:
         """The lanes whose tasks can be placed, as the planner takes them."""
@@ -246,6 +254,8 @@ class PlacementService:
             self.settings.broker.global_keyprefix + device.queue,
             placement.demand.vram_mib,
             slot(uuid.uuid4().hex, fields),
+            placement.demand.cpus,
+            placement.demand.ram_mib,
         )
 
     def _recycle(self, plan: Plan) -> None:

@@ -33,6 +33,7 @@ from support.waiting import wait_until
 
 TABLE = """
 profiles:
+  t.host: {vram: 100, cpus: 1.5, margin: 1.0}
   t.run: {vram: "1000 * n", context_mib: 300, margin: 1.0}
 """
 
@@ -115,6 +116,18 @@ def pipeline(valkey_url: str, namespace: str) -> Iterator[Pipeline]:
     yield made
     made.stop.set()
     assert check_invariants(made.store, settled=False) == []
+
+
+def test_what_a_task_holds_of_its_host_comes_back_when_it_ends(pipeline: Pipeline) -> None:
+    signature = TaskSignature.from_callable(lambda: None).model_dump_json()
+    device = DeviceRegistration("GPU-0", 0, "SIM", 10_000, 500)
+    node = NodeRegistration(Node("n1", cpus=2), "boot", 4, ["t.host"], {"t.host": signature}, [device])
+    assert pipeline.store.register_node(node)
+    ids = [str(pipeline.app.send_task("t.host", queue="brim.intake").id) for _ in range(3)]
+    for task_id in ids:
+        pipeline.settle()
+        assert [i for i in ids if pipeline.state(i) is State.PLACED] == [task_id]
+        pipeline.run(task_id)
 
 
 def test_tasks_are_estimated_placed_and_pushed_to_the_devices_queue(pipeline: Pipeline) -> None:

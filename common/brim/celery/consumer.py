@@ -39,7 +39,9 @@ def prepare(tasks: Iterable[Any], attempts: Attempts) -> None:
     """Have every task's messages claimed, and acknowledged only when their attempt is over."""
     for task in tasks:
         if task.rate_limit:
-            log.warning("%s: rate_limit %s is not applied: a task held back would hold its GPU", task.name, task.rate_limit)
+            log.warning(
+                "%s: rate_limit %s is not applied: a task held back would hold its GPU", task.name, task.rate_limit
+            )
         task.acks_late = True
         task.acks_on_timeout = True
         task.reject_on_worker_lost = True

@@ -77,6 +77,7 @@ class Device:
 
     ``committed_mib`` is Σ over processes max(reserved, measured) plus what is reserved for attempts
     that are not bound to a process yet. ``busy`` counts attempts that hold an executor.
+    ``cpus_used`` and ``ram_used_mib`` are what attempts whose first device it is hold of their host.
     ``reclaimable_mib`` is the leftover of idle executors, which comes back if they are replaced.
     ``tasks`` is the digest of the task names that the device's worker has registered.
     """
@@ -93,6 +94,8 @@ class Device:
     busy: int
     reclaimable_mib: int = 0
     tasks: str = ""
+    cpus_used: float = 0.0
+    ram_used_mib: int = 0
     state: str = "up"
     """``up``, ``draining``, ``lost`` or ``quarantined``; only ``up`` devices take work."""
 

@@ -161,10 +161,11 @@ def _book_differences(
 ) -> Iterator[str]:
     """One book against the leases, and its entry in the availability table against the book."""
     info, reserved, committed, busy = json.loads(book[b"info"]), Counter[str](), 0, 0
+    milli, ram_mib = 0, 0
     for field, value in book.items():
         if field.startswith(b"a:"):
-            vram, proc, task_id = value.decode().split("|", 2)
-            busy += 1
+            vram, milli_cpus, ram, proc, task_id = value.decode().split("|", 4)
+            busy, milli, ram_mib = busy + 1, milli + int(milli_cpus), ram_mib + int(ram)
             if (uuid, field[2:].decode()) not in leased:
                 yield f"device {uuid}: holds attempt {field[2:].decode()} of {task_id}, which has no such lease"
             if proc:
@@ -185,6 +186,8 @@ def _book_differences(
         "committed_mib": committed,
         "reclaimable_mib": reclaimable,
         "busy": busy,
+        "cpus_used": milli / 1000,
+        "ram_used_mib": ram_mib,
         "external_mib": int(book.get(b"external", b"0")),
         "state": book[b"state"].decode(),
     }

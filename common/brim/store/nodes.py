@@ -122,7 +122,7 @@ class NodeSide(Base):
             for raw_field, value in book.items():
                 field = raw_field.decode()
                 if field.startswith("a:"):
-                    vram, proc, task_id = value.decode().split("|", 2)
+                    vram, _, _, proc, task_id = value.decode().split("|", 4)
                     bound[field[2:]] = (task_id, proc, int(vram))
                 elif field.startswith("p:"):
                     processes[uuid][field[2:]] = value.endswith(b"|1")

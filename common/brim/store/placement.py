@@ -130,6 +130,8 @@ class PlacementSide(Base):
                     c.node,
                     ",".join(c.devices),
                     int(not ignore_memory),
+                    round(c.cpus * 1000),
+                    c.ram_mib,
                 ],
             )
             for c in batch

@@ -115,6 +115,8 @@ class Commit:
     queue: str
     vram_mib: int
     slot: bytes
+    cpus: float = 0.0
+    ram_mib: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ if state == 'running' and known[3] == ARGV[2] then return answer end
 if state ~= 'claimed' then return 'stale' end
 
 for i = 7, #KEYS do
-  local vram, id = string.match(redis.call('HGET', KEYS[i], 'a:' .. ARGV[1]), '^(%d+)|[^|]*|(.*)$')
-  redis.call('HSET', KEYS[i], 'a:' .. ARGV[1], vram .. '|' .. ARGV[2] .. '|' .. id)
+  local amounts, id = string.match(redis.call('HGET', KEYS[i], 'a:' .. ARGV[1]), '^(%d+|%d+|%d+)|[^|]*|(.*)$')
+  redis.call('HSET', KEYS[i], 'a:' .. ARGV[1], amounts .. '|' .. ARGV[2] .. '|' .. id)
   redis.call('HSETNX', KEYS[i], 'p:' .. ARGV[2], format_process(fresh_process()))
   refresh(KEYS[i], KEYS[4], KEYS[5], KEYS[6])
 end

@@ -4,6 +4,7 @@
 -- KEYS  1 leader  2 record  3 story  4 counts  5 lane  6 changed  7 wake  8 availability  9 device queue  10.. books
 -- ARGV  1 epoch  2 task id  3 lane  4 attempt  5 slot (goes between head and tail)  6 vram MiB per device
 --       7 ahead  8 node  9 devices, comma-separated  10 "1" to look at memory, "0" to ignore it
+--       11 thousandths of a host CPU  12 host RAM MiB (placement alone keeps to what the node has of these)
 -- Returns  {"committed"} (also when asked again) | {"fenced"} | {"stale"} (no longer waiting in this lane)
 --          | {"refused", short resource, uuid, missing amount}
 
@@ -38,7 +39,8 @@ end
 
 local now = now_ms()
 for i = 10, #KEYS do
-  redis.call('HSET', KEYS[i], 'a:' .. ARGV[4], integer(vram) .. '||' .. id)
+  local host = i == 10 and ARGV[11] .. '|' .. ARGV[12] or '0|0'
+  redis.call('HSET', KEYS[i], 'a:' .. ARGV[4], integer(vram) .. '|' .. host .. '||' .. id)
   refresh(KEYS[i], KEYS[8], KEYS[6], KEYS[7])
 end
 redis.call('ZREM', KEYS[5], id)

@@ -6,7 +6,8 @@
 --   state         up | draining | lost | quarantined
 --   external      MiB used by processes that brim did not start
 --   sampled_ms    server time of the latest report that counted
---   a:<attempt>   "<vram MiB>|<proc or nothing>|<task id>"     an attempt that holds an executor here
+--   a:<attempt>   "<vram MiB>|<thousandths of a host CPU>|<host RAM MiB>|<proc or nothing>|<task id>"
+--                 an attempt that holds an executor here; the host's part stands with its first device
 --   p:<proc>      "<measured MiB or -1>|<floor MiB>|<context MiB>|<last end ms>|<doomed 0/1>"
 -- A process counts as max(what is reserved for attempts bound to it, measured; unknown: its floor).
 
@@ -94,14 +95,14 @@ end
 -- Reads a device's book: attempts and processes with what is reserved for them, and the sums.
 local function read_book(key)
   local flat = redis.call('HGETALL', key)
-  local book = { attempts = {}, processes = {}, external = 0, sampled_ms = 0, busy = 0 }
+  local book = { attempts = {}, processes = {}, external = 0, sampled_ms = 0, busy = 0, milli_cpus = 0, ram = 0 }
   for i = 1, #flat, 2 do
     local field, value = flat[i], flat[i + 1]
     local kind = string.sub(field, 1, 2)
     if kind == 'a:' then
-      local vram, proc, id = string.match(value, '^(%d+)|([^|]*)|(.*)$')
-      book.attempts[string.sub(field, 3)] = { vram = tonumber(vram), proc = proc, id = id }
-      book.busy = book.busy + 1
+      local vram, milli_cpus, ram, proc = string.match(value, '^(%d+)|(%d+)|(%d+)|([^|]*)|')
+      book.attempts[string.sub(field, 3)] = { vram = tonumber(vram), proc = proc }
+      book.busy, book.milli_cpus, book.ram = book.busy + 1, book.milli_cpus + milli_cpus, book.ram + ram
     elseif kind == 'p:' then
       book.processes[string.sub(field, 3)] = parse_process(value)
     elseif field == 'info' then
@@ -139,7 +140,7 @@ local function refresh(key, availability, changes, wake)
     uuid = info.uuid, node = info.node, index = info.index, model = info.model, total_mib = info.total_mib,
     headroom_mib = info.headroom_mib, executors = info.executors, tasks = info.tasks, state = book.state,
     external_mib = book.external, committed_mib = book.committed, busy = book.busy,
-    reclaimable_mib = book.reclaimable })
+    reclaimable_mib = book.reclaimable, cpus_used = book.milli_cpus / 1000, ram_used_mib = book.ram })
   if redis.call('HGET', availability, info.uuid) ~= entry then
     redis.call('HSET', availability, info.uuid, entry)
     changed(changes, wake, 'd:' .. info.uuid)
