@@ -7,6 +7,7 @@ standard error with an exit code other than 0.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -311,6 +312,29 @@ def check_config(as_json: Json = False) -> None:
         for problem in problems:
             print(problem, file=sys.stderr)
     raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def doctor(
+    celery_app: Annotated[str, typer.Option("-A", "--app", help="The Celery app, as for `celery -A`.")],
+    as_json: Json = False,
+) -> None:
+    """Say what will not work, and why: the app, the tables, the Redis server, this node's GPUs, the clock.
+
+    Exit 1 if there is a fault.
+    """
+    from brim_services.doctor import Level, examine, worst
+
+    findings = examine(_settings(), celery_app, os.environ.get("BRIM_DEVICES"))
+    if as_json:
+        _print_json([canonical(finding) for finding in findings])
+    else:
+        for finding in findings:
+            console.print(Text(f"{finding.level:6}{finding.subject:7}{finding.message}", DOCTOR_STYLES[finding.level]))
+    raise typer.Exit(1 if worst(findings) is Level.FAULT else 0)
+
+
+DOCTOR_STYLES = {"good": "green", "note": "yellow", "fault": "bold red"}
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------
