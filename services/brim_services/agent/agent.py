@@ -99,6 +99,7 @@ class Agent:
         self._registered = False
         self._remembered = Remembered()
         self._consuming: set[str] = set()
+        self._running: set[str] = set()
         self._draining_since: float | None = None
         self._in_use = True
         self._changed = False
@@ -178,7 +179,7 @@ class Agent:
         return self._until_look_s() if restart_s is None else min(self._until_look_s(), restart_s)
 
     def _until_look_s(self) -> float:
-        pause_s = AWAY_S if self._away else HURRY_S if self._changed else LOOK_S
+        pause_s = AWAY_S if self._away else HURRY_S if self._changed else min(LOOK_S, self._report_every_s)
         return self._looked_at + pause_s - time.monotonic()
 
     def _hear(self) -> None:
@@ -223,7 +224,7 @@ class Agent:
         self._registered = True
         self._remembered = Remembered()
         self._renewed_at = time.monotonic()
-        self._report()
+        self._report(begun=False)
         log.info("node %s: %d devices, %d tasks", self.presence.name, len(self.devices), len(tasks))
 
     def _look(self) -> None:
@@ -254,13 +255,14 @@ class Agent:
             self._carry_out(action)
         self._forget_endings(sight)
         self._in_use = bool(attempts)
-        overdue = time.monotonic() - self._reported_at >= self._report_every_s
-        if changed or actions or overdue:
-            self._report()
+        before, self._running = self._running, {attempt.attempt for attempt in attempts if attempt.proc}
+        begun = bool(self._running - before)
+        if changed or actions or begun or time.monotonic() - self._reported_at >= self._report_every_s:
+            self._report(begun=begun)
 
-    def _report(self) -> None:
-        """Report memory; again soon if it moves."""
-        moving = self.presence.report({uuid: worker.executors for uuid, worker in self.workers.seen().items()})
+    def _report(self, *, begun: bool) -> None:
+        """Report memory; again soon if it moves, or is about to because an attempt has just begun."""
+        moving = self.presence.report({uuid: worker.executors for uuid, worker in self.workers.seen().items()}) or begun
         longest_s = self.settings.agent.report_interval_s
         self._report_every_s = min(next_interval_s(self._report_every_s, moving=moving), longest_s)
         self._reported_at = time.monotonic()
