@@ -53,7 +53,7 @@ class Watch:
         pid = int(proc.partition(".")[0])
         try:
             handle = os.pidfd_open(pid)
-        except OSError:
+        except ProcessLookupError:  # any other error must not pass for its death
             return
         if not is_alive(proc):  # only now: the handle may be that of a later process of this pid
             os.close(handle)
