@@ -220,6 +220,16 @@ class TestRevoked:
             result.get(timeout=5)
         assert plant.run("add", 1, 1)[1].state is State.SUCCEEDED
 
+    def test_too_late_when_its_function_is_over(self, plant: Plant) -> None:
+        result = plant.send("slow_hook")
+        plant.stage.until(result.id, State.FINISHING)
+
+        result.revoke(terminate=True)
+
+        assert plant.stage.until(result.id, *TERMINAL).state is State.SUCCEEDED
+        assert result.get(timeout=5) == "done"
+        assert plant.events(result.id).count("started") == 1
+
     def test_before_it_comes_to_the_worker(self, plant: Plant) -> None:
         result = AsyncResult(str(uuid.uuid4()), app=plant.app)
         plant.app.control.revoke(result.id, reply=True)

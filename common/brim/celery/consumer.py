@@ -75,7 +75,7 @@ class AttemptRequest(Request):
     """Mixed into every task's request class in a device's worker."""
 
     attempts: Attempts
-    _granted: bool | None = None
+    _granted = False
     _ended = False
 
     @cached_property
@@ -99,9 +99,14 @@ class AttemptRequest(Request):
                 self._end(State.CANCELLED, Reason("revoked", f"revoked while in its device's worker ({reason})"))
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """Revoked with ``terminate=True``: answered and ended before the executor is killed."""
+        """Revoked with ``terminate=True``: answered and ended before the executor is killed.
+
+        An executor that has the finish claim is left alone: its task is over, and killing it could only repeat it.
+        """
         if not self.time_start:
             super().terminate(pool, signal)  # once it is accepted
+            return
+        if not self._may_answer():
             return
         number = platforms.signals.signum(signal or TERM_SIGNAME)
         self._announce_revoked("terminated", True, number, False)
@@ -146,8 +151,8 @@ class AttemptRequest(Request):
             self._end(State.FAILED, reason)
 
     def _may_answer(self, *, left_to_main: bool = False) -> bool:
-        """The finish claim; asked once, because Celery announces some outcomes twice."""
-        if self._granted is None:
+        """The finish claim; a granted one is kept, because Celery announces some outcomes twice."""
+        if not self._granted:
             answer = self.attempts.finish(self.id, self.attempt, MAIN_PROCESS, left_to_main=left_to_main)
             self._granted = answer is ClaimAnswer.GRANTED
             if not self._granted:

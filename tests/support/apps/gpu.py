@@ -118,6 +118,18 @@ def replace_chain(self: Any) -> Any:
     return self.replace(add.s(1, 2) | add.s(10))
 
 
+class SlowHook(Task):
+    """Takes its time between the finish claim and the end."""
+
+    def on_success(self, *_: Any) -> None:
+        time.sleep(1.5)
+
+
+@app.task(name="slow_hook", base=SlowHook)
+def slow_hook() -> str:
+    return "done"
+
+
 @app.task(name="sleep")
 def sleep(seconds: float) -> str:
     time.sleep(seconds)
