@@ -11,7 +11,7 @@ from celery.canvas import Signature
 
 from vision import tasks
 
-SIZES = [(1280, 720), (1920, 1080), (3840, 2160), (4096, 4096), (5120, 5120), (7680, 4320)]
+SIZES = [(1280, 720), (1920, 1080), (3840, 2160), (4096, 4096), (5120, 5120), (6000, 4000)]
 
 
 def segment(draw: random.Random, url: str) -> Signature:
