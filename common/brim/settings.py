@@ -178,6 +178,34 @@ class Agent(Section):
     restart_backoff_max_s: float = Field(30.0, gt=0, description="longest such pause, in seconds")
 
 
+class Token(Section):
+    """A bearer token of the HTTP API; `brim token` makes one. The settings know its hash only."""
+
+    name: str = Field(min_length=1, description="whose it is, for the log")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="SHA-256 of the token, in hexadecimal digits")
+    scope: Literal["read", "submit"] = Field("read", description="submit may also submit, cancel and retry tasks")
+
+
+class Monitor(Section):
+    """The page, the HTTP API and its limits."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; without tokens it is 127.0.0.1 in any case")
+    port: int = Field(8765, gt=0, lt=65536, description="port to listen on")
+    tokens: tuple[Token, ...] = Field((), description="who may use the API; empty: everyone on this machine")
+    max_body_bytes: int = Field(16_777_216, gt=0, description="larger requests are refused, in bytes")
+    request_rate: float = Field(50.0, gt=0, description="requests that one client may send, per second")
+    burst: int = Field(200, gt=0, description="requests that one client may send at once")
+
+
+class Metrics(Section):
+    """Where services show Prometheus their metrics, under /metrics; the monitor shows its own on its own port."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    intake_port: int = Field(0, ge=0, lt=65536, description="port of intake's metrics; 0: none")
+    placement_port: int = Field(0, ge=0, lt=65536, description="port of placement's metrics; 0: none")
+    agent_port: int = Field(0, ge=0, lt=65536, description="port of the node agent's metrics; 0: none")
+
+
 class Settings(BaseSettings):
     """All settings. ``Settings()`` reads the environment only, :meth:`load` a file as well."""
 
@@ -190,6 +218,8 @@ class Settings(BaseSettings):
     intake: Intake = Intake()
     placement: Placement = Placement()
     agent: Agent = Agent()
+    monitor: Monitor = Monitor()
+    metrics: Metrics = Metrics()
 
     @classmethod
     def settings_customise_sources(
@@ -233,13 +263,14 @@ class Settings(BaseSettings):
         variables: dict[str, str] = {}
         for section_name in type(self).model_fields:
             section: Section = getattr(self, section_name)
+            plain = section.model_dump(mode="json")
             for name, value in section:
                 if isinstance(value, Path):
                     text = str(value.absolute())
                 elif isinstance(value, str):
                     text = value
                 else:
-                    text = json.dumps(value)
+                    text = json.dumps(plain[name])
                 variables[f"BRIM_{section_name}__{name}".upper()] = text
         return variables
 

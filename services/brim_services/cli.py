@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -154,6 +155,29 @@ def worker(
 
     logs.set_up(as_json=as_json, debug=debug)
     run(_settings(), celery_app)
+
+
+@app.command()
+def monitor(as_json: JsonLog = False, debug: Debug = False) -> None:
+    """Serve the page, the HTTP API and the cluster's metrics."""
+    from brim_services.monitor import run
+
+    logs.set_up(as_json=as_json, debug=debug)
+    run(_settings())
+
+
+@app.command()
+def token(
+    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    submit: Annotated[bool, typer.Option("--submit", help="It may also submit, cancel and retry tasks.")] = False,
+) -> None:
+    """Make a token for the HTTP API: the secret for its user, and the entry for the settings."""
+    from brim_services.monitor.access import digest
+
+    secret = secrets.token_urlsafe(32)
+    print(f"token, shown only now:  {secret}\n\n[[monitor.tokens]]")
+    for field, value in (("name", name), ("sha256", digest(secret)), ("scope", "submit" if submit else "read")):
+        print(f"{field} = {json.dumps(value)}")
 
 
 # -- looking at it ---------------------------------------------------------------------------------------------

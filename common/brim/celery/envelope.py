@@ -16,6 +16,7 @@ import binascii
 import bz2
 import json
 import lzma
+import uuid
 import zlib
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,13 @@ from datetime import UTC, datetime, tzinfo
 from typing import TYPE_CHECKING, Any
 
 from kombu.exceptions import DecodeError
+from kombu.serialization import dumps as dumps_body
 from kombu.serialization import loads as loads_body
 
 from brim.core.model import Identity, Reason
 
 if TYPE_CHECKING:
+    from celery import Celery
     from celery.app.task import Context
     from kombu.transport.virtual import Message
 
@@ -211,6 +214,43 @@ class BrokerLayout:
         """Name of the list, with the key prefix, that kombu puts a message of this priority into."""
         step = self.priority_steps[max(bisect(self.priority_steps, priority) - 1, 0)]
         return f"{self.global_keyprefix}{queue}{self.sep}{step}" if step else self.global_keyprefix + queue
+
+
+def compose(
+    app: Celery,
+    task: str,
+    task_id: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    brim: Mapping[str, Any],
+    *,
+    priority: int = 0,
+    eta: datetime | None = None,
+    expires: datetime | None = None,
+    queue: str = INTAKE_QUEUE,
+) -> bytes:
+    """The message that ``app.send_task`` would publish to ``queue``, for producers that do not use Celery.
+
+    ``args`` and ``kwargs`` are what JSON can say; ``brim`` is the header of that name.
+    """
+    made = app.amqp.as_task_v2(task_id, task, list(args), dict(kwargs), eta=eta, expires=expires)
+    content_type, content_encoding, body = dumps_body(made.body, "json")
+    properties = {
+        **made.properties,
+        "delivery_mode": 2,
+        "delivery_info": {"exchange": "", "routing_key": queue},
+        "priority": priority,
+        "body_encoding": "base64",
+        "delivery_tag": str(uuid.uuid4()),
+    }
+    message = {
+        "body": base64.b64encode(body.encode()).decode(),
+        "content-encoding": content_encoding,
+        "content-type": content_type,
+        "headers": {**made.headers, HEADER: dict(brim)} if brim else made.headers,
+        "properties": properties,
+    }
+    return json.dumps(message).encode()
 
 
 def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:

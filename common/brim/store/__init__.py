@@ -6,12 +6,12 @@ from .attempts import AttemptSide
 from .audit import AuditSide
 from .base import FencedError
 from .intake import IntakeSide
+from .live import LiveSide
 from .nodes import NodeSide
 from .placement import PlacementSide
-from .views import UserSide
 
 
-class Store(IntakeSide, PlacementSide, AttemptSide, NodeSide, UserSide, AuditSide):
+class Store(IntakeSide, PlacementSide, AttemptSide, NodeSide, LiveSide, AuditSide):
     """All of brim's state: ``Store(client, prefix)`` with a redis-py client that does not decode responses."""
 
 

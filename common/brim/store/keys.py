@@ -35,6 +35,10 @@ class Keys:
         """SET: the task names that a worker registered."""
         return f"{self.prefix}taskset:{digest}"
 
+    def submission(self, task_id: str) -> str:
+        """STRING: digest of the request that a task was first submitted with over HTTP."""
+        return f"{self.prefix}submission:{task_id}"
+
     @property
     def lanes(self) -> str:
         """HASH lane -> JSON: what the tasks of a lane have in common."""
@@ -67,7 +71,7 @@ class Keys:
 
     @property
     def tasks(self) -> str:
-        """ZSET of all ids by admission."""
+        """ZSET of all ids by their first admission, in 10 µs ticks since 2025."""
         return f"{self.prefix}tasks"
 
     @property

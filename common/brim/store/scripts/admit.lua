@@ -58,7 +58,7 @@ redis.call('HSET', record, 'task', ARGV[3], 'nesting', ARGV[4], 'retries', ARGV[
   'priority', ARGV[7], 'order', order, 'eta_ms', ARGV[8], 'expires_ms', ARGV[9], 'head', ARGV[10],
   'tail', ARGV[11], 'demand', ARGV[12], 'context_mib', ARGV[13], 'admitted_ms', integer(now), 'losses', '0')
 redis.call('HINCRBY', record, 'run', 1)
-redis.call('ZADD', KEYS[5], 'NX', order, id)
+redis.call('ZADD', KEYS[5], 'NX', integer(tick), id)
 
 if ARGV[15] ~= '' then
   move(record, KEYS[4], state, 'dead')

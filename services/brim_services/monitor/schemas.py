@@ -1,0 +1,309 @@
+"""What the HTTP API takes and gives; descriptions and examples go into its OpenAPI document."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+
+from brim.core.attributes import Name, Priority, Scalar
+from brim.core.model import Reason, State
+from brim.core.profiles import MAX_MIB, Estimate, Part
+from brim.store.live import LaneHead
+from brim.store.types import Record
+from brim_services.picture import NOT_TRIED, Gpu, Picture, Server, WaitingLane
+
+from .problems import Problem
+
+MOST_TASKS = 1000
+"""In one batch."""
+
+
+def _json_proper(value: Any) -> Any:
+    """Only what JSON can say: no NaN, no infinity, no lone surrogates."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be written as JSON: {error}") from None
+    return value
+
+
+def _reasonable(moment: datetime) -> datetime:
+    if not 2000 <= moment.year <= 9000:
+        raise ValueError("lies outside the years 2000 to 9000")
+    return moment.astimezone(UTC)
+
+
+TaskName = Annotated[str, StringConstraints(pattern=r"^[!-~]+$", max_length=255)]
+Moment = Annotated[AwareDatetime, AfterValidator(_reasonable)]
+Arguments = Annotated[list[JsonValue], AfterValidator(_json_proper)]
+Keywords = Annotated[dict[str, JsonValue], AfterValidator(_json_proper)]
+Proper = Annotated[str, AfterValidator(_json_proper)]
+
+
+class Asked(BaseModel):
+    """What a producer asks for instead of, or besides, what the task's profile says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    vram_mib: Annotated[int, Field(strict=True, gt=0, le=MAX_MIB)] | None = Field(
+        None, description="the whole demand per GPU, instead of the profile's formula"
+    )
+    gpu_model: Annotated[Proper, StringConstraints(min_length=1, max_length=200)] | None = None
+    labels: dict[Proper, Proper] = Field({}, max_length=64, description="labels that the node must have")
+
+
+class Work(BaseModel):
+    """A task and its arguments."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "name": "vision.segment",
+                    "args": ["s3://images/1.png"],
+                    "kwargs": {"width": 4096, "height": 4096},
+                }
+            ]
+        },
+    )
+
+    name: TaskName = Field(description="the Celery task's name")
+    args: Arguments = []
+    kwargs: Keywords = {}
+    attributes: Annotated[dict[Name, Scalar], AfterValidator(_json_proper)] = Field(
+        {}, max_length=64, description="values for the profile's formula; they win over arguments"
+    )
+    demand: Asked = Asked()
+
+    def header(self) -> dict[str, Any]:
+        """The message's brim header."""
+        asked = {"attributes": self.attributes, **self.demand.model_dump()}
+        return {name: value for name, value in asked.items() if value not in (None, {})}
+
+
+class Submission(Work):
+    """A task to run."""
+
+    priority: Priority | None = Field(None, description="0 is served first, 9 last; null: the profile's, else 0")
+    eta: Moment | None = Field(None, description="not to start before; ISO 8601 with an offset")
+    expires: Moment | None = Field(None, description="not to start after; ISO 8601 with an offset")
+    idempotency_key: Annotated[Proper, StringConstraints(min_length=1, max_length=255)] | None = Field(
+        None,
+        description="the same key gives the same task: send it again when an answer got lost",
+    )
+
+
+class Batch(BaseModel):
+    """Several tasks; each is accepted or refused by itself."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"tasks": [{"name": "vision.embed", "args": ["a cat"]}]}]}
+    )
+
+    tasks: list[Submission] = Field(min_length=1, max_length=MOST_TASKS)
+
+
+class Accepted(BaseModel):
+    """A task that was admitted."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "id": "1c5f…",
+                    "state": "waiting",
+                    "vram_mib": 7168,
+                    "reason": {"code": "memory", "message": "1500 MiB are short on every device"},
+                    "position": 3,
+                    "repeated": False,
+                }
+            ]
+        }
+    )
+
+    id: str
+    state: State
+    vram_mib: int = Field(description="reserved per GPU; 0 while it cannot be estimated yet")
+    reason: Reason | None = Field(None, description="why it waits")
+    position: int | None = Field(None, description="while it waits: how many tasks of its lane come before it")
+    repeated: bool = Field(False, description="its idempotency key had been used before, for this very task")
+
+
+class BatchEntry(BaseModel):
+    """What became of one task of a batch."""
+
+    accepted: Accepted | None = None
+    problem: Problem | None = None
+
+
+class BatchAnswer(BaseModel):
+    """One entry a task, in order: either ``accepted`` or ``problem``."""
+
+    tasks: list[BatchEntry]
+
+
+class Estimated(BaseModel):
+    """How much memory a task would reserve, and why."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "name": "vision.segment",
+                    "vram_mib": 7168,
+                    "profile": "vision.segment",
+                    "parts": [{"label": "context", "mib": 400}, {"label": "weights", "mib": 900}],
+                    "attributes": {"width": 4096, "height": 4096, "batch": 1},
+                }
+            ]
+        }
+    )
+
+    name: str
+    vram_mib: int = Field(description="reserved per GPU: the sum of the parts, rounded up to a size class")
+    profile: str | None = Field(description="the row of the resource table; null: the demand was given")
+    parts: list[Part]
+    attributes: dict[str, float | str] = Field(description="what the formula read")
+
+    @classmethod
+    def of(cls, name: str, found: Estimate) -> Self:
+        """An estimate for the API."""
+        return cls(
+            name=name,
+            vram_mib=found.demand.vram_mib,
+            profile=found.profile,
+            parts=list(found.parts),
+            attributes=dict(found.attributes),
+        )
+
+
+class Task(BaseModel):
+    """A task as brim knows it. Times are seconds since 1970, null where it has not come to that."""
+
+    id: str
+    name: str
+    state: State
+    reason: Reason | None
+    vram_mib: int
+    gpus: int
+    priority: int
+    lane: str
+    run: int = Field(description="1, and one more for every retry")
+    attempts: int
+    losses: int = Field(description="attempts that were lost, such as with a killed process")
+    node: str | None
+    devices: list[str]
+    admitted_s: float
+    eta_s: float | None
+    expires_s: float | None
+    placed_s: float | None
+    started_s: float | None
+    finished_s: float | None
+    ended_s: float | None
+    peak_mib: int | None = Field(description="the most memory that it was measured to use")
+    cancelling: bool = Field(description="it runs, and its worker has been told to end it")
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """A record for the API."""
+        same = {
+            name: getattr(record, name)
+            for name in cls.model_fields
+            if name not in ("id", "name", "vram_mib", "gpus", "devices") and hasattr(record, name)
+        }
+        return cls(
+            id=record.task_id,
+            name=record.task,
+            vram_mib=record.demand.vram_mib,
+            gpus=record.demand.gpus,
+            devices=list(record.devices),
+            **same,
+        )
+
+
+class Failure(BaseModel):
+    """The exception that a task ended with."""
+
+    type: str
+    message: str
+
+
+class TaskDetail(Task):
+    """A task with its story and, once it has ended, what it returned or raised."""
+
+    position: int | None = Field(None, description="while it waits: how many tasks of its lane come before it")
+    story: list[dict[str, Any]] = Field(
+        [], description="what happened, oldest first: t (ms since 1970), event, and what belongs to it"
+    )
+    result: JsonValue = None
+    error: Failure | None = None
+    result_note: str | None = Field(None, description="why there is no result to show, if there might be one")
+
+
+class TaskPage(BaseModel):
+    """Some tasks, newest first."""
+
+    tasks: list[Task]
+    next: str | None = Field(
+        description="pass it as `after` for the next page; null at the end. "
+        "A page of a rare state may hold fewer tasks than asked for and still have a next one"
+    )
+
+
+class Cluster(BaseModel):
+    """Everything that the page shows."""
+
+    at_s: float = Field(description="the moment, in seconds since 1970")
+    healthy: bool
+    problems: list[str] = Field(description="what is wrong, for a person")
+    nodes: list[Server]
+    gpus: list[Gpu]
+    lanes: list[WaitingLane] = Field(description="overflow (level 1), the deepest lane first")
+    counts: dict[State, int] = Field(description="how many tasks are in each state")
+    intake_backlog: int = Field(description="messages that wait in the broker for intake")
+
+    @classmethod
+    def of(cls, picture: Picture) -> Self:
+        """A picture for the API."""
+        return cls(
+            at_s=picture.at_s,
+            healthy=not picture.problems,
+            problems=picture.problems,
+            nodes=list(picture.nodes.values()),
+            gpus=picture.ordered_gpus,
+            lanes=list(picture.lanes.values()),
+            counts=dict(picture.counts),
+            intake_backlog=picture.intake_backlog,
+        )
+
+
+class Cancelled(BaseModel):
+    """What became of a request to cancel."""
+
+    id: str
+    status: str = Field(description="cancelled, or cancelling: it runs and its worker has been told to end it")
+
+
+class Profiles(BaseModel):
+    """The published resource table."""
+
+    profiles: dict[str, dict[str, Any]] = Field(description="task name or glob → its fields")
+
+
+class Health(BaseModel):
+    """Whether this process is there, or ready."""
+
+    status: str
+
+
+def why_waiting(state: State, reason: Reason | None, head: LaneHead | None) -> Reason | None:
+    """Why a task waits: its own reason, else the one of the task that is first in its lane."""
+    if state is not State.WAITING or reason is not None:
+        return reason
+    if head is None or head.reason is None:
+        return NOT_TRIED
+    return Reason(head.reason.code, f"behind others of its lane, whose first waits because {head.reason.message}")
