@@ -105,6 +105,7 @@ def up(
     folder: Annotated[Path, typer.Option(help="Where data and logs are kept.")] = Path(".brim"),
     redis_port: Annotated[int, typer.Option(help="Port of Redis; a free one if it is taken.")] = 6379,
     flower_port: Annotated[int, typer.Option(help="Port of Flower; a free one if it is taken.")] = 5555,
+    monitor_port: Annotated[int, typer.Option(help="Port of the page; a free one if it is taken.")] = 8765,
     as_json: Annotated[bool, typer.Option("--json", help="Print the addresses as one JSON line.")] = False,
 ) -> None:
     """Start Redis, brim, the example's workers and Flower; stop them all on Ctrl-C.
@@ -114,7 +115,7 @@ def up(
     from brim_services.stack import Ports
     from brim_services.up import up as run
 
-    raise typer.Exit(run(_settings(), folder, Ports.preferred(redis_port, flower_port), as_json=as_json))
+    raise typer.Exit(run(_settings(), folder, Ports.preferred(redis_port, flower_port, monitor_port), as_json=as_json))
 
 
 # -- the processes of a cluster --------------------------------------------------------------------------------

@@ -53,6 +53,11 @@ def is_free(port: int) -> bool:
         return True
 
 
+def preferred_port(port: int) -> int:
+    """This port, or a free one where it is taken or 0."""
+    return port if port and is_free(port) else free_port()
+
+
 def command(
     data: Path, port: int, appendfsync: Literal["always", "everysec"] = "everysec", name: str = "valkey"
 ) -> Command:

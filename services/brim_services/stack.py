@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 import redis
 
@@ -28,15 +29,17 @@ class Ports:
 
     redis: int
     flower: int
+    monitor: int = 0
+    """0: the stack has no monitor."""
 
     @classmethod
-    def preferred(cls, redis: int, flower: int) -> Ports:
+    def preferred(cls, redis: int, flower: int, monitor: int) -> Ports:
         """These, each replaced by a free one where it is taken or 0."""
-        return cls(*(port if port and embedded.is_free(port) else embedded.free_port() for port in (redis, flower)))
+        return cls(*map(embedded.preferred_port, (redis, flower, monitor)))
 
 
 class Stack:
-    """Redis, intake, placement, a node agent with the example's workers, its ordinary worker, and Flower.
+    """Redis, intake, placement, a node agent with the example's workers, its ordinary worker, Flower and the monitor.
 
     ``devices`` is the setting BRIM_DEVICES; ``ignore_memory`` makes placement blind to memory. Data, logs and
     simulated devices live in ``folder``.
@@ -66,6 +69,7 @@ class Stack:
             update={
                 "redis": settings.redis.model_copy(update={"url": url}),
                 "agent": settings.agent.model_copy(update={"log_folder": folder / "logs"}),
+                "monitor": settings.monitor.model_copy(update={"port": ports.monitor or settings.monitor.port}),
             }
         )
         client = redis.Redis.from_url(url, socket_timeout=settings.redis.socket_timeout_s)
@@ -80,6 +84,11 @@ class Stack:
     def flower_url(self) -> str:
         """Address of Flower's pages."""
         return f"http://{embedded.HOST}:{self.ports.flower}"
+
+    @property
+    def monitor_url(self) -> str:
+        """Address of the monitor's page and API."""
+        return f"http://{embedded.HOST}:{self.ports.monitor}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -107,12 +116,16 @@ class Stack:
         say("waiting for the workers")
         self.supervisor.wait_until(self._devices_up, START_TIMEOUT_S, "the node agent registers its devices")
         self.supervisor.wait_until(self._ordinary_up, START_TIMEOUT_S, "the ordinary worker takes tasks")
+        if self.ports.monitor:
+            self.supervisor.wait_until(self._monitor_up, START_TIMEOUT_S, "the monitor answers")
 
     def _commands(self) -> list[Command]:
         brim = [sys.executable, "-m", "brim_services.cli"]
         celery = [sys.executable, "-m", "celery", "-A", "vision"]
         drain_s = self.settings.agent.drain_grace_s
+        monitor = [self._command("monitor", [*brim, "monitor"], STAGE_BRIM)] if self.ports.monitor else []
         return [
+            *monitor,
             self._command("intake", [*brim, "intake"], STAGE_BRIM),
             self._command("placement", [*brim, "placement", *["--ignore-memory"] * self.ignore_memory], STAGE_BRIM),
             self._command("agent", [*brim, "worker", "-A", "vision"], STAGE_WORKERS, grace_s=drain_s + 10.0),
@@ -136,3 +149,10 @@ class Stack:
 
     def _ordinary_up(self) -> bool:
         return "ready." in self.supervisor.children["ordinary"].last_lines(200)
+
+    def _monitor_up(self) -> bool:
+        try:
+            with urlopen(f"{self.monitor_url}/readyz", timeout=1.0) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False

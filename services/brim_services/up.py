@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from brim.gpu.probe import NodeFault, open_probe
-from brim.settings import Settings
+from brim.settings import Metrics, Settings
+from brim_services.embedded import preferred_port
 from brim_services.stack import Ports, Stack
 from brim_services.supervise import Backoff, ChildDied, Supervisor, termination_requested
 
@@ -32,10 +33,18 @@ def devices_setting() -> str:
         return SIMULATED
 
 
+def _metrics(chosen: Metrics) -> Metrics:
+    """The chosen ports, and for those that are 0 the ones that deploy/prometheus looks at, if they are free."""
+    usual = {"intake_port": 9301, "placement_port": 9302, "agent_port": 9303}
+    ports = {name: getattr(chosen, name) or preferred_port(port) for name, port in usual.items()}
+    return chosen.model_copy(update=ports)
+
+
 def up(settings: Settings, folder: Path, ports: Ports, *, as_json: bool) -> int:
     """Start the stack, print its addresses, keep it running; the exit code."""
     console = Console(stderr=as_json)
     backoff = Backoff(settings.agent.restart_backoff_s, settings.agent.restart_backoff_max_s)
+    settings = settings.model_copy(update={"metrics": _metrics(settings.metrics)})
     with termination_requested() as stop, Supervisor(folder / "logs") as supervisor:
         stack = Stack(supervisor, folder.absolute(), settings, devices_setting(), ports, backoff)
         try:
@@ -44,6 +53,7 @@ def up(settings: Settings, folder: Path, ports: Ports, *, as_json: bool) -> int:
             console.print(f"[red]brim up failed:[/] {error}\nlogs are in {folder / 'logs'}", highlight=False)
             return 1
         addresses = {
+            "page": stack.monitor_url,
             "redis": stack.url,
             "flower": stack.flower_url,
             "devices": stack.devices,

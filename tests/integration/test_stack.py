@@ -79,7 +79,7 @@ def test_the_demo_fails_when_placement_ignores_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_up_serves_until_it_is_ended_and_takes_everything_with_it(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "up"
-    argv = ("up", "--folder", str(folder), "--redis-port", "0", "--flower-port", "0", "--json")
+    argv = ("up", "--folder", str(folder), "--redis-port", "0", "--flower-port", "0", "--monitor-port", "0", "--json")
     with brim(tmp_path, *argv, BRIM_DEVICES="sim:1x24GiB", BRIM_AGENT__EXECUTORS_PER_GPU="2") as process:
         assert process.stdout
         addresses = json.loads(process.stdout.readline())

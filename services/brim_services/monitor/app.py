@@ -76,6 +76,8 @@ def build(store: Store, settings: Settings, celery_app: Celery) -> FastAPI:
     )
     def show_metrics() -> Response:
         """The cluster's and this process's metrics."""
+        if not feed.watchers:  # then the feed's own picture is up to some seconds old
+            figures.observe(feed.look(), ())
         return Response(generate_latest(figures.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")

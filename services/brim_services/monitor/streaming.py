@@ -17,9 +17,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(self, events: AsyncIterator[str]) -> None:
         self.events = events
-        self.send_timeout_s = send_timeout_s
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
@@ -37,7 +36,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self.events:
-            async with asyncio.timeout(self.send_timeout_s):
+            async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

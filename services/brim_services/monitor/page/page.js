@@ -164,8 +164,9 @@ function drawFigures(event) {
   const history = event.history;
   const minute = history.per_s.slice(-4).reduce((sum, value) => sum + value, 0) / 4;
   text($("rate"), `${minute.toFixed(minute < 10 ? 2 : 0)} tasks/s ended in the last minute`);
-  const last = (values) => span(values.findLast((value) => value !== null) ?? null) || "none";
-  text($("wait"), `half within ${last(history.wait_p50_s)}, 95 % within ${last(history.wait_p95_s)}`);
+  const last = (values) => values.findLast((value) => value !== null);
+  const half = last(history.wait_p50_s);
+  text($("wait"), half === undefined ? "no task was placed" : `half within ${span(half)}, 95 % within ${span(last(history.wait_p95_s))}`);
   const shape = JSON.stringify(history);
   if (drawFigures.shape !== shape) {
     drawFigures.shape = shape;
