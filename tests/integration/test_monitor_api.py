@@ -158,7 +158,7 @@ def test_tasks_come_in_pages_newest_first(api: httpx.Client, cluster: FakeCluste
         if after is None:
             break
 
-    assert sum(pages, []) == [running, *reversed(ids)]
+    assert [i for page in pages for i in page] == [running, *reversed(ids)]
     assert all(len(page) <= 2 for page in pages)
     only = api.get("/v1/tasks", params={"state": "running"}).json()
     assert [task["id"] for task in only["tasks"]] == [running]

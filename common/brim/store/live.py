@@ -250,7 +250,7 @@ def _book(fields: Mapping[bytes, bytes]) -> Book:
     for field, value in fields.items():
         kind = field[:2]
         if kind == b"a:":
-            vram, proc, task_id = value.decode().split("|", 2)
+            vram, _, _, proc, task_id = value.decode().split("|", 4)
             attempts.append(BookedAttempt(field[2:].decode(), task_id, int(vram), proc))
         elif kind == b"p:":
             measured, floor = value.split(b"|", 2)[:2]
