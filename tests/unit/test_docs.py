@@ -10,14 +10,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_key_is_documented_and_no_other() -> None:
     keys = Keys("")
-    methods = {"task": "<id>", "story": "<id>", "lane": "<lane>", "book": "<uuid>", "node": "<name>"}
-    methods["taskset"] = "<digest>"
+    methods = {"task": "<id>", "story": "<id>", "submission": "<id>", "lane": "<lane>", "book": "<uuid>", "node": "<name>"}
+    methods |= {"taskset": "<digest>", "submission": "<id>"}
     members = [name for name in vars(Keys) if not name.startswith("_") and name != "prefix"]
     names = {getattr(keys, name)(methods[name]) if name in methods else getattr(keys, name) for name in members}
 
     rows = (ROOT / "docs" / "redis-keys.md").read_text().splitlines()
     documented = {
-        m[1] for row in rows if (m := re.match(r"\| `([^`]+)` \| (?:hash|list|set|sorted|integer|channel)", row))
+        m[1] for row in rows if (m := re.match(r"\| `([^`]+)` \| (?:hash|list|set|sorted|integer|string|channel)", row))
     }
 
     assert documented == names

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -132,7 +132,7 @@ class Feed:
         """The cluster now. Raises what Redis raises."""
         return self._painter.paint()
 
-    async def follow(self, last: str | None) -> AsyncIterator[str]:
+    async def follow(self, last: str | None) -> AsyncGenerator[str]:
         """Server-sent events from the one after ``last`` (an event's id), until the feed stops."""
         with self._watching() as changed:
             revision = self._resume(last)
