@@ -29,6 +29,7 @@ from brim.store.connection import ServerRefused, address, connect
 from brim.store.types import CloseAnswer
 from brim_services import logs
 from brim_services.dashboard import Snapshot, render, story_lines, task_table
+from brim_services.waits import explained
 
 app = typer.Typer(
     help="A GPU-memory-aware scheduler for Celery.",
@@ -36,7 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonLog = Annotated[bool, typer.Option("--json", help="Log JSON lines.")]
@@ -200,7 +201,7 @@ def status(as_json: Json = False) -> None:
         return
     console.print(render(snapshot, f"{len(snapshot.devices)} devices (MiB)"))
     for lane in lanes:
-        console.print(f"  {lane['lane']}: {lane['depth']} waiting; the first: {lane['reason'] or 'not tried yet'}")
+        console.print(f"  {lane['lane']}: {lane['depth']} waiting; the first: {lane['reason']}")
     console.print("queues  " + "  ".join(f"{name} {length}" for name, length in queues.items()))
 
 
@@ -212,7 +213,7 @@ def tasks(
 ) -> None:
     """List tasks that brim knows."""
     _, store = _open()
-    records = store.list_tasks(state, limit)
+    records = explained(store, store.list_tasks(state, limit))
     if as_json:
         _print_json([canonical(record) for record in records])
         return
@@ -223,12 +224,13 @@ def tasks(
 def show(task_id: Annotated[str, typer.Argument(help="The Celery task id.")], as_json: Json = False) -> None:
     """Tell a task's whole story, with times and reasons."""
     _, store = _open()
-    record, story = store.record(task_id), store.story(task_id)
-    if record is None:
+    found, story = explained(store, store.records([task_id])), store.story(task_id)
+    if not found:
         raise Refusal(
             f"task {task_id} is not known: never admitted, without a profile, or ended longer ago than "
             "placement.retention_s"
         )
+    [record] = found
     if as_json:
         _print_json({"record": canonical(record), "story": story})
         return
@@ -403,9 +405,8 @@ def _attribute(text: str) -> tuple[str, Any]:
 def _lanes(store: Store, depths: Mapping[str, int]) -> list[dict[str, Any]]:
     lanes = []
     for lane, depth in sorted(depths.items(), key=lambda item: -item[1]):
-        first = store.records(store.lane_ids(lane, 1))
-        reason = str(first[0].reason) if first and first[0].reason else None
-        lanes.append({"lane": lane, "depth": depth, "reason": reason})
+        first = explained(store, store.records(store.lane_ids(lane, 1)))
+        lanes.append({"lane": lane, "depth": depth, "reason": str(first[0].reason) if first else None})
     return lanes
 
 
@@ -424,7 +425,7 @@ def _terminate(settings: Settings, task_ids: list[str]) -> None:
     from celery import Celery
 
     broker = settings.broker
-    sender = Celery(broker=settings.redis.url)
+    sender = Celery(broker=settings.redis.url)  # type: ignore[no-untyped-call]
     sender.conf.broker_transport_options = {
         "global_keyprefix": broker.global_keyprefix,
         "sep": broker.sep,

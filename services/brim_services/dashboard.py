@@ -159,6 +159,8 @@ def story_lines(story: list[dict[str, Any]]) -> list[str]:
         details = {name: value for name, value in event.items() if name not in ("t", "event")}
         if isinstance(reason := details.get("reason"), dict):
             details["reason"] = Reason(**reason)
+        if isinstance(estimate := details.get("estimate"), dict):
+            details["estimate"] = estimate.get("sum", "none yet")
         told = "  ".join(f"{name}={str(value)[:LONGEST_STORY_FIELD]}" for name, value in details.items())
         lines.append(f"{_clock(at_s)} {at_s - before_s:+8.3f} s  {event['event']:12} {told}".rstrip())
         before_s = at_s

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from brim.core.model import TERMINAL, State
@@ -74,7 +75,7 @@ class Demo:
         try:
             result = self._run()
         except (ChildDied, TimeoutError) as error:
-            self.console.print(f"[red]demo failed:[/] {error}", highlight=False)
+            self.console.print(f"[red]demo failed:[/] {escape(str(error))}", highlight=False)
             self._keep_logs()
             return 1
         if result is None:

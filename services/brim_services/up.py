@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from brim.gpu.probe import NodeFault, open_probe
 from brim.settings import Metrics, Settings
@@ -50,7 +51,9 @@ def up(settings: Settings, folder: Path, ports: Ports, *, as_json: bool) -> int:
         try:
             stack.start(lambda what: console.print(f"[dim]starting:[/] {what}", highlight=False))
         except (ChildDied, TimeoutError) as error:
-            console.print(f"[red]brim up failed:[/] {error}\nlogs are in {folder / 'logs'}", highlight=False)
+            console.print(
+                f"[red]brim up failed:[/] {escape(str(error))}\nlogs are in {folder / 'logs'}", highlight=False
+            )
             return 1
         addresses = {
             "page": stack.monitor_url,
@@ -66,7 +69,7 @@ def up(settings: Settings, folder: Path, ports: Ports, *, as_json: bool) -> int:
         console.print("Ctrl-C stops it all.")
         while not stop():
             for death in supervisor.poll():
-                console.print(f"[yellow]{death}[/]", highlight=False)
+                console.print(f"[yellow]{escape(str(death))}[/]", highlight=False)
             time.sleep(0.2)
         console.print("stopping")
     return 0

@@ -35,6 +35,23 @@ def brim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
+def admit(store: Store, task_id: str, vram_mib: int) -> None:
+    raw, source = f'{{"id":"{task_id}"}}'.encode(), store.keys.prefix.removesuffix("brim:") + "brim.intake"
+    store.client.lpush(source, raw)
+    admission = Admission(
+        source=Peeked(source, raw),
+        identity=Identity(task_id, 0, 0),
+        task="t",
+        lane=f"t|{vram_mib}MiB",
+        demand=Demand(vram_mib),
+        context_mib=300,
+        priority=5,
+        head=b"<",
+        tail=b">",
+    )
+    assert store.admit([admission]) == ["admitted"]
+
+
 @pytest.fixture
 def store(valkey_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A store with one device, a task that is placed on it, and one that waits; the settings point to it."""
@@ -45,26 +62,8 @@ def store(valkey_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> I
     epoch, _ = store.elect("test", 60)
     device = DeviceRegistration("GPU-a", 0, "SIM", 10_000, 500)
     assert store.register_node(NodeRegistration(Node("n1"), "boot", 2, ["t"], {"t": "{}"}, [device]))
-    for task_id, vram_mib in (("placed", 8_000), ("waits", 3_000)):
-        raw = f'{{"id":"{task_id}"}}'.encode()
-        client.lpush(f"{namespace}brim.intake", raw)
-        source = Peeked(f"{namespace}brim.intake", raw)
-        lane = f"t|{vram_mib}MiB"
-        store.admit(
-            [
-                Admission(
-                    source=source,
-                    identity=Identity(task_id, 0, 0),
-                    task="t",
-                    lane=lane,
-                    demand=Demand(vram_mib),
-                    context_mib=300,
-                    priority=5,
-                    head=b"<",
-                    tail=b">",
-                )
-            ]
-        )
+    admit(store, "placed", 8_000)
+    admit(store, "waits", 3_000)
     queue = f"{namespace}gpu.n1.0"
     commit = Commit("placed", "t|8000MiB", f"{epoch}-1", ["GPU-a"], "n1", queue, 8_000, b"slot")
     assert [answer.status for answer in store.commit(epoch, [commit], 0)] == ["committed"]
@@ -111,9 +110,23 @@ def test_show_tells_the_story(brim: Run, store: Store) -> None:
     assert code == 0
     for told in ("t  placed", "8000 MiB", "admitted", "placed", "node=n1", "GPU-a"):
         assert told in out
+    assert "[memory]" in brim("show", "waits")[1]
     told = json.loads(brim("show", "placed", "--json")[1])
     assert told["record"]["state"] == "placed"
     assert [event["event"] for event in told["story"]] == ["admitted", "placed"]
+
+
+def test_whoever_waits_behind_the_first_of_a_lane_waits_for_the_same_reason(brim: Run, store: Store) -> None:
+    admit(store, "later", 3_000)
+
+    told = {row["task_id"]: row["reason"] for row in json.loads(brim("tasks", "--json")[1])}
+
+    assert told["later"] == {
+        "code": "memory",
+        "message": "behind waits in its lane: 1500 MiB are short on every device",
+    }
+    admit(store, "alone", 2_000)
+    assert "placement has not tried it yet [not_tried]" in brim("show", "alone")[1]
 
 
 def test_show_refuses_an_unknown_task(brim: Run, store: Store) -> None:
