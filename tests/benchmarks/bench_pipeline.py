@@ -99,6 +99,7 @@ def stack(folder: Path) -> Iterator[tuple[redis.Redis, Callable[[str], Contestan
             {
                 "redis": {"url": server.url},
                 "broker": {"global_keyprefix": "brim."},
+                "results": {"app_options": {"result_backend_transport_options": {"global_keyprefix": "brim."}}},
                 "resources": {"table": table},
                 "agent": {"executors_per_gpu": EXECUTORS, "drain_grace_s": 1.0},
             }
