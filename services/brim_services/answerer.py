@@ -71,10 +71,12 @@ class Answerer:
                 failure = error
             else:
                 self._store.answered(answer)
-        settled = [self._settle(name) for name in list(self._lost)]
+        lost = list(self._lost)
+        for name in lost:
+            self._settle(name)
         if failure is not None:
             raise failure
-        return len(owed) + len(settled)
+        return len(owed) + len(lost)
 
     def _settle(self, name: str) -> None:
         attempt, reason, epoch = self._lost[name]

@@ -17,7 +17,18 @@ from dataclasses import dataclass, field, replace
 
 from brim.celery.envelope import BrokerLayout, attempt_fields, slot
 from brim.core.model import Reason, State
-from brim.core.placement import PRESETS, Cluster, Lane, Placement, Plan, Planner, PlannerSettings, Promise, Waiting
+from brim.core.placement import (
+    PRESETS,
+    Cluster,
+    Lane,
+    Placement,
+    Plan,
+    Planner,
+    PlannerSettings,
+    Promise,
+    Waiting,
+    balanced,
+)
 from brim.settings import PolicyChoice, Settings
 from brim.store import FencedError, Store
 from brim.store.types import Changes, Commit, LaneWindow, NodeView
@@ -349,8 +360,7 @@ class PlacementService:
 def make_planner(settings: Settings, *, ignore_memory: bool = False) -> Planner:
     """The planner that the settings and their policy file ask for. Raises ``ConfigurationError``."""
     choice = PolicyChoice.load(settings.placement.policy_file)
-    preset = PRESETS[choice.policy]
-    policy = preset(choice.weights.model_dump()) if choice.policy == "balanced" else preset()
+    policy = balanced(choice.weights.model_dump()) if choice.policy == "balanced" else PRESETS[choice.policy]()
     return Planner(policy, PlannerSettings(ahead=settings.placement.ahead, ignore_memory=ignore_memory))
 
 
