@@ -42,7 +42,7 @@ from brim.core.attributes import (
     reason_of,
     shorten,
 )
-from brim.core.formula import Formula
+from brim.core.formula import MAX_VALUE, Formula
 from brim.core.model import Demand, Reason, canonical
 from brim.core.patterns import best_match
 
@@ -103,7 +103,20 @@ def _unquoted_switch(value: object) -> object:
     return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
 
 
+def _alone(batch: Any) -> str:
+    """The memory of one item computed alone, as a formula; a wrong batch is told about by its own fields."""
+    if isinstance(batch, BatchProfile):
+        return f"{batch.per_unit_mib:.9g} * ({batch.volume})"
+    if not isinstance(batch, dict):
+        return "0"
+    try:
+        return f"{float(batch.get('per_unit_mib', 0)):.9g} * ({_formula(batch.get('volume', 1))})"
+    except (TypeError, ValueError):
+        return "0"
+
+
 Mib = Annotated[int, BeforeValidator(parse_mib)]
+Expression = Annotated[Formula, BeforeValidator(_formula), PlainSerializer(str)]
 Model = TypeVar("Model", bound=BaseModel)
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
@@ -138,12 +151,89 @@ class ProfileDefaults(BaseModel):
     """Whether measured peaks are learned from (``suggest``) and what they teach is reserved (``on``)."""
 
 
+class BatchProfile(BaseModel):
+    """How tasks are batched in a model executor (requirements B10, B11); the ``batch:`` of a profile.
+
+    A batch's volume is padded: items x the largest item's volume. Its memory is ``margin`` x
+    ``per_unit_mib`` x that, besides context and weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    max_items: Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
+    """Most items of one batch."""
+    max_volume: Annotated[float, Field(strict=True, gt=0, le=MAX_VALUE)] | None = None
+    """Largest padded volume of one batch, in units of ``volume``; None does not bound it."""
+    volume: Expression = Formula.parse("1")
+    """One item's volume; 1 makes every item count the same."""
+    shape_bucket: Expression | None = None
+    """Items with different values are never batched together."""
+    per_unit_mib: Annotated[float, Field(strict=True, ge=0, le=MAX_MIB)] = 0.0
+    """Memory that one unit of padded volume takes."""
+    level1_limit: Annotated[int, Field(strict=True, ge=1)] | None = None
+    """Most items that wait in one lane of level 1; the newest beyond it are refused. None does not bound it."""
+    keep_warm_s: Annotated[float, Field(strict=True, ge=0)] = 300.0
+    """How long an executor that nobody uses stays."""
+    max_executors: Annotated[int, Field(strict=True, ge=1)] = 1
+    """Most executors of the model at a time."""
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> Self:
+        if self.per_unit_mib and self.volume.uses and self.max_volume is None:
+            raise ValueError("max_volume is missing: with volume and per_unit_mib it bounds a full batch's memory")
+        return self
+
+    @property
+    def full_volume(self) -> float:
+        """The padded volume of a full batch; infinite where nothing bounds it (and it takes no memory)."""
+        if self.volume.uses:
+            return self.max_volume or math.inf
+        return min(self.max_volume or math.inf, self.max_items * self.volume.constant)
+
+    def size(self, attributes: Mapping[str, Any]) -> float:
+        """One item's volume; raises ``EstimateError`` as formulas do."""
+        return self.volume.evaluate(attributes)
+
+    def shape(self, attributes: Mapping[str, Any]) -> str:
+        """The item's shape bucket, empty without one; raises ``EstimateError`` as formulas do."""
+        if self.shape_bucket is None:
+            return ""
+        value = self.shape_bucket.evaluate(attributes)
+        return str(int(value)) if value.is_integer() else repr(value)
+
+
 class Profile(ProfileDefaults):
     """One row of the table. ``name`` is the task's name or a glob."""
 
     name: Text
-    vram: Annotated[Formula, BeforeValidator(_formula), PlainSerializer(str)]
-    """Memory per GPU in MiB besides context and weights: a formula, or an amount."""
+    model: Text | None = None
+    """The model that batched tasks share an executor of."""
+    version: Annotated[str, StringConstraints(max_length=200)] = ""
+    """Its version: versions are kept apart like models."""
+    batch: BatchProfile | None = None
+    """How to batch; None runs every task by itself."""
+    vram: Expression
+    """Memory per GPU in MiB besides context and weights: a formula, or an amount.
+
+    With ``batch`` it follows from that: what one item takes alone.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follows_from_batch(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("batch") is not None and "vram" not in fields:
+            return fields | {"vram": _alone(fields["batch"])}
+        return fields
+
+    @model_validator(mode="after")
+    def _batches_a_model(self) -> Self:
+        if self.batch is None and (self.model is not None or self.version):
+            raise ValueError("model and version say what 'batch' batches, which is missing")
+        if self.batch is not None and self.model is None:
+            raise ValueError("batch needs 'model': executors are shared by model and version")
+        if self.batch is not None and self.vram.text != _alone(self.batch):
+            raise ValueError("batch and vram exclude each other: with batch, memory follows from per_unit_mib")
+        return self
 
     @model_validator(mode="after")
     def _leaves_room(self) -> Self:
@@ -273,7 +363,8 @@ def estimate(
     """Work out a task's demand from its profile, its brim header and its bound arguments.
 
     Raises ``EstimateError``: ``no_profile`` (nor ``vram_mib`` in the header), ``missing_attribute``,
-    ``bad_attribute``, ``bad_estimate``, ``above_bound`` (the profile's ``max_mib``). What was learned
+    ``bad_attribute``, ``bad_estimate``, ``bad_header`` (``vram_mib`` for a batched task), ``above_bound``
+    (the profile's ``max_mib``). What was learned
     never refuses a task: it is kept within ``max_mib``.
     """
     row = profile or NO_PROFILE
@@ -281,6 +372,9 @@ def estimate(
     summands: tuple[float, ...] = ()
     suggested_mib = None
     attributes: Mapping[str, float | str] = {}
+    if header.vram_mib is not None and profile is not None and profile.batch is not None:
+        message = f"header 'brim': field 'vram_mib': {profile.name} is batched, so its memory is its executor's"
+        raise EstimateError(Reason("bad_header", message))
     if header.vram_mib is not None:
         parts: tuple[Part, ...] = (Part("asked for in the header", header.vram_mib),)
         _check_bounds(header.vram_mib, row.max_mib)
