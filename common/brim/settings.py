@@ -206,6 +206,12 @@ class Metrics(Section):
     agent_port: int = Field(0, ge=0, lt=65536, description="port of the node agent's metrics; 0: none")
 
 
+class Health(Section):
+    """What a health check of a service may look at."""
+
+    file: str = Field("", description="touched about once a second while the service goes on; empty: none")
+
+
 class Settings(BaseSettings):
     """All settings. ``Settings()`` reads the environment only, :meth:`load` a file as well."""
 
@@ -220,6 +226,7 @@ class Settings(BaseSettings):
     agent: Agent = Agent()
     monitor: Monitor = Monitor()
     metrics: Metrics = Metrics()
+    health: Health = Health()
 
     @classmethod
     def settings_customise_sources(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_when_event_set, wait_exponential_jitter
@@ -17,6 +20,9 @@ from brim.store.connection import address, check_server, connect, is_outage
 
 log = logging.getLogger("brim")
 
+BEAT_S = 1.0
+"""A health check may look at the file's age; nothing is gained by touching it more often."""
+
 
 class Service(Protocol):
     """One step at a time; a step that met an outage of Redis is simply taken again."""
@@ -26,6 +32,20 @@ class Service(Protocol):
 
     def lost_touch(self) -> None:
         """Redis was away: what was mirrored may be stale."""
+
+
+class Pulse:
+    """Touches a file while things go well, for health checks: its age says when that was last so."""
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file) if file else None
+        self._beaten_s = -math.inf
+
+    def beat(self) -> None:
+        """It goes well at this moment."""
+        if self._file is not None and time.monotonic() - self._beaten_s >= BEAT_S:
+            self._file.touch()
+            self._beaten_s = time.monotonic()
 
 
 def stop_on_signals() -> threading.Event:
@@ -68,9 +88,11 @@ def patiently(
 
 
 def serve(service: Service, settings: Settings, stop: threading.Event) -> None:
-    """Steps until ``stop``, through outages, and never spins."""
+    """Steps until ``stop``, through outages, and never spins; a health check sees whether steps succeed."""
+    pulse = Pulse(settings.health.file)
     while not stop.is_set():
         patiently(service.step, settings.redis.url, stop, service.lost_touch)
+        pulse.beat()
 
 
 def open_store(settings: Settings, stop: threading.Event) -> Store:

@@ -42,6 +42,14 @@ for name in names:
 print(f"{len(names)} modules import")
 """
 
+# Also what publishing imports only when it is used: the transport of the broker.
+USE_AS_PRODUCER = """
+import celery, brim
+app = celery.Celery("producer", broker="redis://127.0.0.1:1/0")
+brim.install(app)
+assert app.connection_for_write().transport.driver_type == "redis"
+"""
+
 LIST_COMMANDS = """
 import typer.main
 from brim_services.cli import app
@@ -91,7 +99,7 @@ def main() -> None:
     print(f"built {wheel.name}")
 
     producer = environment("producer", str(wheel))
-    run(producer, "-W", "error", "-c", "import celery, brim; brim.install(celery.Celery('producer'))")
+    run(producer, "-W", "error", "-c", USE_AS_PRODUCER)
     print("a producer needs no extra")
 
     full = environment("full", f"{wheel}[worker,server,embedded]")

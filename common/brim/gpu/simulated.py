@@ -415,7 +415,7 @@ def _sample(path: Path) -> Sample | DeviceFault:
 
 
 def _device_info(index: int, model: str, total_mib: int) -> DeviceInfo:
-    identity = f"{folder().resolve()}\0{index}\0{model}\0{total_mib}"
+    identity = f"{os.uname().nodename}\0{folder().resolve()}\0{index}\0{model}\0{total_mib}"
     digest = hashlib.sha256(identity.encode()).hexdigest()
     return DeviceInfo(f"{UUID_PREFIX}{digest[:8]}-{index}", index, model, total_mib)
 

@@ -26,7 +26,7 @@ from brim.gpu.sampling import next_interval_s
 from brim.settings import ConfigurationError, Problem, Settings
 from brim.store import Store
 from brim.store.connection import address, is_outage
-from brim_services.loop import open_store, patiently, stop_on_signals
+from brim_services.loop import Pulse, open_store, patiently, stop_on_signals
 from brim_services.results import Results
 from brim_services.supervise import Supervisor
 
@@ -91,6 +91,7 @@ class Agent:
         self.presence = Presence(store, settings.agent, node, str(Boot.mine()), self.devices, probe)
         self.results = Results(app, store, settings.placement.max_attempts)
         self.listener = Listener()
+        self.pulse = Pulse(settings.health.file)
         self.watch = Watch()
         self.watch.also(self.listener)
         self.watch.also(bell)
@@ -204,6 +205,7 @@ class Agent:
         try:
             if self._registered:
                 self._look()
+                self.pulse.beat()
             elif self.workers.settled:
                 self._register()
             if self._away:
