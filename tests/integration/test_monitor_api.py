@@ -298,8 +298,8 @@ def test_level_1_full_is_429(settings: Settings, cluster: FakeCluster) -> None:
         ({"name": "vision.segment", "priority": 12}, "body.priority"),
         ({"name": "vision.segment", "colour": "red"}, "body.colour"),
         ({"name": "two words"}, "body.name"),
-        ({"name": "vision.segment", "args": [1, 2, 3]}, "body.args"),
         ({"name": "vision.segment", "eta": "2040-01-01T00:00:00"}, "body.eta"),
+        ({"name": "vision.segment", "attributes": {"a b": 1}}, "body.attributes.a b.[key]"),
         ({"name": "vision.segment", "demand": {"vram_mib": -1}}, "body.demand.vram_mib"),
         ({}, "body.name"),
     ],
@@ -307,8 +307,15 @@ def test_level_1_full_is_429(settings: Settings, cluster: FakeCluster) -> None:
 def test_a_refusal_names_the_field(api: httpx.Client, body: dict[str, object], field: str) -> None:
     answer = api.post("/v1/tasks", json=body)
 
-    assert answer.status_code == 422
+    assert answer.status_code == 400
     assert problem(answer)["errors"][0]["field"] == field
+
+
+def test_what_admission_refuses_is_422_with_its_reason(api: httpx.Client) -> None:
+    answer = api.post("/v1/tasks", json={"name": "vision.segment", "args": [1, 2, 3]})
+
+    assert (answer.status_code, problem(answer)["code"]) == (422, "unbindable_arguments")
+    assert problem(answer)["errors"][0]["field"] == "body.args"
 
 
 def test_an_estimate_shows_its_parts(api: httpx.Client, cluster: FakeCluster) -> None:
@@ -334,12 +341,12 @@ def test_cancelling(api: httpx.Client, cluster: FakeCluster) -> None:
 
 def test_a_dead_letter_is_tried_again(api: httpx.Client, cluster: FakeCluster) -> None:
     task_id = cluster.admit(refusal=Reason("no_profile", "none"))
-    early = api.post(f"/v1/tasks/{task_id}:retry")
+    early = api.post(f"/v1/tasks/{task_id}/retry")
     assert (early.status_code, problem(early)["code"]) == (409, "not_dead")
     for owed in cluster.store.owed(10):
         cluster.store.answered(owed)
 
-    told = api.post(f"/v1/tasks/{task_id}:retry").json()
+    told = api.post(f"/v1/tasks/{task_id}/retry").json()
 
     assert told["state"] == "waiting"
 

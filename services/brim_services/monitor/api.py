@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from celery import Celery
-from fastapi import APIRouter, Header, Path, Query, Security, status
+from fastapi import APIRouter, Header, Path, Query, Response, Security, status
 from fastapi.security import HTTPBearer
 
 from brim.core.attributes import TaskSignature
@@ -40,6 +40,19 @@ from .streaming import EventStream
 from .submission import Desk
 
 MOST_WATCHERS = 200
+EVENT = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "send the last one as Last-Event-ID to get only what has changed"},
+        "event": {"const": "change"},
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"$ref": "#/components/schemas/Change"},
+        },
+    },
+    "required": ["id", "event", "data"],
+}
 TaskId = Annotated[str, Path(description="the Celery task id", min_length=1, max_length=255)]
 
 
@@ -177,7 +190,7 @@ def router(operations: Operations) -> APIRouter:
         return operations.cancel(task_id)
 
     @api.post(
-        "/tasks/{task_id}:retry",
+        "/tasks/{task_id}/retry",
         status_code=status.HTTP_202_ACCEPTED,
         tags=["tasks"],
         summary="Retry a dead letter",
@@ -207,8 +220,8 @@ def router(operations: Operations) -> APIRouter:
         "/events",
         tags=["cluster"],
         summary="Server-sent events",
-        response_class=EventStream,
-        responses=documented() | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        response_class=Response,
+        responses=documented() | {200: {"content": {"text/event-stream": {"schema": EVENT}}}},
     )
     async def events(last_event_id: Annotated[str | None, Header(max_length=64)] = None) -> EventStream:
         """`change` events: `full` says whether `gpus`, `nodes` and `lanes` are all of them or those that changed;

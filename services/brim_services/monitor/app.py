@@ -12,6 +12,7 @@ from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from pydantic.json_schema import models_json_schema
 
 import brim
 from brim.settings import Settings
@@ -23,7 +24,7 @@ from .access import Gate
 from .api import Operations, router
 from .feed import Feed
 from .problems import Problem
-from .schemas import Health
+from .schemas import Change, Health
 
 PAGE = Path(__file__).parent / "page"
 DESCRIPTION = """\
@@ -94,10 +95,10 @@ def _document(app: FastAPI) -> None:
             schemas = document["components"]["schemas"]
             schemas.pop("HTTPValidationError", None)
             schemas.pop("ValidationError", None)
-            schemas |= Problem.model_json_schema(ref_template="#/components/schemas/{model}").pop("$defs")
-            problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-            problem.pop("$defs", None)
-            schemas["Problem"] = problem
+            _, more = models_json_schema(
+                [(Problem, "serialization"), (Change, "serialization")], ref_template="#/components/schemas/{model}"
+            )
+            schemas |= more["$defs"]
             app.openapi_schema = document
         return app.openapi_schema
 

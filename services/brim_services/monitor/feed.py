@@ -36,6 +36,8 @@ UNWATCHED_S = 5.0
 HEARTBEAT_S = 10.0
 """A watcher hears something at least this often."""
 
+STREAM_S = 3600.0
+"""A stream ends after this, and its reader comes back where it left off: a token that was withdrawn lasts no longer."""
 MOST_GONE = 1000
 """How many names that are gone are remembered."""
 
@@ -133,10 +135,11 @@ class Feed:
         return self._painter.paint()
 
     async def follow(self, last: str | None) -> AsyncGenerator[str]:
-        """Server-sent events from the one after ``last`` (an event's id), until the feed stops."""
+        """Server-sent events from the one after ``last`` (an event's id), until the feed stops or for `STREAM_S`."""
         with self._watching() as changed:
             revision = self._resume(last)
-            while not self._stop.is_set():
+            until_s = time.monotonic() + STREAM_S
+            while not self._stop.is_set() and time.monotonic() < until_s:
                 text, revision = self._event(revision)
                 yield text
                 try:

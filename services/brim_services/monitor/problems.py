@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from redis import RedisError
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from brim.core.attributes import reason_of, shorten
 from brim.core.model import Reason
@@ -34,8 +35,8 @@ class Problem(BaseModel):
             "examples": [
                 {
                     "type": "urn:brim:problem:invalid",
-                    "title": "Unprocessable Content",
-                    "status": 422,
+                    "title": "Bad Request",
+                    "status": 400,
                     "detail": "body.priority: Input should be less than or equal to 9",
                     "code": "invalid",
                     "errors": [{"field": "body.priority", "reason": "Input should be less than or equal to 9"}],
@@ -99,14 +100,26 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RedisError, _away)
 
 
-def _http(_: Request, error: Exception) -> JSONResponse:
+def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error, Refused):
         return response(error.problem, dict(error.headers or {}))
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "refused")
+    status, headers = error.status_code, dict(error.headers or {})
+    methods = _methods(request)
+    if status in (404, 405) and methods and request.method not in methods:
+        status, headers["Allow"] = 405, ", ".join(methods)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "refused")
     detail = {404: "there is nothing at this address", 405: "this address does not take this method"}
-    reason = Reason(code, detail.get(error.status_code, str(error.detail)))
-    return response(problem(error.status_code, reason), dict(error.headers or {}))
+    reason = Reason(code, detail.get(status, str(error.detail)))
+    return response(problem(status, reason), headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """What an address takes by the OpenAPI document, whichever route was asked; nothing if it is no operation's."""
+    for path, operations in request.app.openapi()["paths"].items():
+        if compile_path(path)[0].match(request.scope["path"]):
+            return sorted(method.upper() for method in operations)
+    return []
 
 
 def _invalid(_: Request, error: Exception) -> JSONResponse:
@@ -115,8 +128,7 @@ def _invalid(_: Request, error: Exception) -> JSONResponse:
         FieldProblem(field=shorten(".".join(map(str, item["loc"]))), reason=shorten_long(reason_of(item)))
         for item in error.errors()
     ]
-    status = 400 if any(item["type"] == "json_invalid" for item in error.errors()) else 422
-    return response(problem(status, Reason("invalid", f"{fields[0].field}: {fields[0].reason}"), fields))
+    return response(problem(400, Reason("invalid", f"{fields[0].field}: {fields[0].reason}"), fields))
 
 
 def _away(_: Request, error: Exception) -> JSONResponse:

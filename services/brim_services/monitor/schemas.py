@@ -6,9 +6,20 @@ import json
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+)
 
-from brim.core.attributes import Name, Priority, Scalar
+from brim.core.attributes import Name
 from brim.core.model import Reason, State
 from brim.core.profiles import MAX_MIB, Estimate, Part
 from brim.store.live import LaneHead
@@ -30,17 +41,52 @@ def _json_proper(value: Any) -> Any:
     return value
 
 
-def _reasonable(moment: datetime) -> datetime:
-    if not 2000 <= moment.year <= 9000:
-        raise ValueError("lies outside the years 2000 to 9000")
-    return moment.astimezone(UTC)
+def _within_epoch(value: Any) -> Any:
+    """A moment that is long past or far ahead, as one that every part of brim can count with."""
+    if isinstance(value, datetime):
+        try:
+            return max(EARLIEST, min(value.astimezone(UTC), LATEST))
+        except OverflowError:
+            return EARLIEST if value.year < 2000 else LATEST
+    return value
 
 
+def _whole(value: Any) -> Any:
+    """3.0 is the integer 3 in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _written_out(value: Any) -> Any:
+    """A date with its time, not a number of seconds that may be meant as another unit."""
+    if not (isinstance(value, datetime) or (isinstance(value, str) and "-" in value[1:])):
+        raise ValueError("must be a text such as 2040-01-31T12:00:00Z")
+    return value
+
+
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError(f"must be a number, a text or a flag, not a {type(value).__name__}")
+    return value
+
+
+EARLIEST, LATEST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
 TaskName = Annotated[str, StringConstraints(pattern=r"^[!-~]+$", max_length=255)]
-Moment = Annotated[AwareDatetime, AfterValidator(_reasonable)]
+Moment = Annotated[AwareDatetime, BeforeValidator(_written_out), AfterValidator(_within_epoch)]
 Arguments = Annotated[list[JsonValue], AfterValidator(_json_proper)]
 Keywords = Annotated[dict[str, JsonValue], AfterValidator(_json_proper)]
 Proper = Annotated[str, AfterValidator(_json_proper)]
+AttributeValues = Annotated[
+    dict[Name, Annotated[Any, PlainValidator(_scalar)]],
+    AfterValidator(_json_proper),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "maxLength": 64},
+            "additionalProperties": {"type": ["boolean", "number", "string"]},
+            "maxProperties": 64,
+        }
+    ),
+]
 
 
 class Asked(BaseModel):
@@ -48,7 +94,7 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    vram_mib: Annotated[int, Field(strict=True, gt=0, le=MAX_MIB)] | None = Field(
+    vram_mib: Annotated[int, Field(strict=True, gt=0, le=MAX_MIB), BeforeValidator(_whole)] | None = Field(
         None, description="the whole demand per GPU, instead of the profile's formula"
     )
     gpu_model: Annotated[Proper, StringConstraints(min_length=1, max_length=200)] | None = None
@@ -74,7 +120,7 @@ class Work(BaseModel):
     name: TaskName = Field(description="the Celery task's name")
     args: Arguments = []
     kwargs: Keywords = {}
-    attributes: Annotated[dict[Name, Scalar], AfterValidator(_json_proper)] = Field(
+    attributes: AttributeValues = Field(
         {}, max_length=64, description="values for the profile's formula; they win over arguments"
     )
     demand: Asked = Asked()
@@ -88,7 +134,9 @@ class Work(BaseModel):
 class Submission(Work):
     """A task to run."""
 
-    priority: Priority | None = Field(None, description="0 is served first, 9 last; null: the profile's, else 0")
+    priority: Annotated[int, Field(strict=True, ge=0, le=9), BeforeValidator(_whole)] | None = Field(
+        None, description="0 is served first, 9 last; null: the profile's, else 0"
+    )
     eta: Moment | None = Field(None, description="not to start before; ISO 8601 with an offset")
     expires: Moment | None = Field(None, description="not to start after; ISO 8601 with an offset")
     idempotency_key: Annotated[Proper, StringConstraints(min_length=1, max_length=255)] | None = Field(
@@ -279,6 +327,33 @@ class Cluster(BaseModel):
             counts=dict(picture.counts),
             intake_backlog=picture.intake_backlog,
         )
+
+
+class Past(BaseModel):
+    """The last 15 minutes, a value for each step of time, the oldest first."""
+
+    step_s: int
+    per_s: list[float] = Field(description="tasks that ended, per second")
+    wait_p50_s: list[float | None] = Field(description="half of those had waited no longer; null: none was placed")
+    wait_p95_s: list[float | None]
+
+
+class Change(BaseModel):
+    """An event's data. Fields beside `full` and `away` are missing until Redis has been read once."""
+
+    full: bool = Field(description="whether gpus, nodes and lanes are all of them, or those that have changed")
+    away: str | None = Field(description="why Redis does not answer; the figures are then the latest known")
+    gpus: list[Gpu] = []
+    gpus_gone: list[str] = Field([], description="UUIDs of those that are gone")
+    nodes: list[Server] = []
+    nodes_gone: list[str] = []
+    lanes: list[WaitingLane] = []
+    lanes_gone: list[str] = []
+    at_s: float = Field(0.0, description="the moment, in seconds since 1970")
+    counts: dict[State, int] = {}
+    intake_backlog: int = 0
+    problems: list[str] = []
+    history: Past | None = None
 
 
 class Cancelled(BaseModel):

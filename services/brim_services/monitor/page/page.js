@@ -284,7 +284,7 @@ const loadDead = atMostOnceASecond(async () => {
 
 async function retry(id) {
   try {
-    const answer = await ask(`/v1/tasks/${encodeURIComponent(id)}:retry`, "POST");
+    const answer = await ask(`/v1/tasks/${encodeURIComponent(id)}/retry`, "POST");
     toast(`${id.slice(0, 8)} is ${answer.state} again`);
   } catch (error) {
     toast(error.message);
@@ -417,7 +417,7 @@ $("more").addEventListener("click", () => { shown += 100; loadTasks.soon(); });
 $("story").addEventListener("close", () => { open = null; });
 $("login").addEventListener("cancel", (event) => event.preventDefault());
 $("story-cancel").addEventListener("click", () => act(`/v1/tasks/${encodeURIComponent(open)}`, "DELETE", "Cancelled"));
-$("story-retry").addEventListener("click", () => act(`/v1/tasks/${encodeURIComponent(open)}:retry`, "POST", "It is tried again"));
+$("story-retry").addEventListener("click", () => act(`/v1/tasks/${encodeURIComponent(open)}/retry`, "POST", "It is tried again"));
 document.addEventListener("visibilitychange", () => { if (!document.hidden) loadTasks.soon(); });
 setInterval(() => { if (open && $("story").open && !document.hidden) showStory(open); }, 2000);
 
