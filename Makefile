@@ -33,6 +33,11 @@ test: $(READY)  ## run the tests
 test-compose: $(READY) ## run docker-compose.yml on a Docker engine: health, tasks, scaling, kills (skips without one)
 	$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
 
+test-ui: $(READY) ## run the page in a real browser and the API against its own document; pictures in build/ui
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
+	$(BIN)/python -m pytest tests/ui $(ARGS)
+
 check: $(READY) ## lint, types, import layers, and the wheel in a clean environment
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
