@@ -484,7 +484,8 @@ def test_readers_that_leave_or_do_not_read_are_forgotten(
         wait_until(lambda: server.started, what="the monitor serves")
         port = listening.getsockname()[1]
         with httpx.stream("GET", f"http://127.0.0.1:{port}/v1/events") as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # closes the stream when it is collected
+            next(lines)
             assert feed.watchers == 1
         wait_until(lambda: feed.watchers == 0, what="the reader that left is forgotten")
 
