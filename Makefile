@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo up test test-compose check bench-calibration bench-sampling constraints clean
+.PHONY: help setup demo up test test-large test-compose check bench-calibration bench-sampling constraints clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -29,6 +29,9 @@ up: $(READY)    ## start the whole stack and leave it running until Ctrl-C
 
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-large: $(READY) ## run the tests that take minutes: a group of 10,000
+	$(BIN)/python -m pytest -m large $(ARGS)
 
 test-compose: $(READY) ## run docker-compose.yml on a Docker engine: health, tasks, scaling, kills (skips without one)
 	$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from brim.celery.envelope import Envelope, MalformedMessage, parse, split
 from brim.core.attributes import BrimHeader, EstimateError, TaskSignature
 from brim.core.model import Demand, Identity, Reason
-from brim.core.profiles import Estimate, ResourceTable, estimate, lane_of
+from brim.core.profiles import Estimate, Profile, ResourceTable, estimate, lane_of
 from brim.store.types import Admission, Peeked
 
 UNESTIMATED = "?"
@@ -61,14 +62,60 @@ class Admitter:
         Raises `EstimateError` or `MalformedMessage`.
         """
         header = BrimHeader.parse(envelope.brim)
-        body = envelope.body()  # also where no formula reads it: a worker would stumble over a broken one
-        profile = self.table.profile(envelope.task)
+        task, calls = work_of(envelope)  # also where no formula reads them: a worker would stumble over broken ones
+        profile = self.table.profile(task)
+        if profile is None and task == CHORD_UNLOCK and header.vram_mib is None:
+            header = header.model_copy(update={"vram_mib": 1})
         if profile is None or header.vram_mib is not None:
             return estimate(profile, header, {})
-        signature = self.signatures.get(envelope.task)
+        signature = self.signatures.get(task)
         if signature is None:
             return None
-        return estimate(profile, header, signature.bind(envelope.task, body.args, body.kwargs))
+        estimates = [estimate(profile, header, signature.bind(task, args, kwargs)) for args, kwargs in calls]
+        return max(estimates, key=lambda found: found.demand.vram_mib) if estimates else _idle(profile, header)
+
+
+CHORD_UNLOCK = "celery.chord_unlock"
+"""Where the result backend cannot count, this task of Celery's looks every second whether a chord's members are done.
+Celery sends it to the queue of the chord's body; it uses no GPU, so it needs an executor and next to no memory."""
+
+REPEATED = {"celery.map": lambda item: ([item], {}), "celery.starmap": lambda item: (list(item), {})}
+"""Celery's tasks that call another one for each item, one after the other (``chunks`` are such starmaps); they are
+published by that task's route, and need as much memory as the largest of their calls."""
+
+Call = tuple[list[Any], dict[str, Any]]
+
+
+def work_of(envelope: Envelope) -> tuple[str, list[Call]]:
+    """The task whose profile speaks for a message, and its calls: one, but for `REPEATED` tasks.
+
+    Raises `MalformedMessage`.
+    """
+    body = envelope.body()
+    as_call = REPEATED.get(envelope.task)
+    if as_call is None:
+        return envelope.task, [(body.args, body.kwargs)]
+    try:
+        return str(body.kwargs["task"]["task"]), [as_call(item) for item in body.kwargs["it"]]
+    except (KeyError, TypeError) as error:
+        reason = Reason("malformed", f"body: not the arguments of {envelope.task}: {error!r}")
+        raise MalformedMessage(reason, envelope.identity.task_id, envelope.task) from error
+
+
+def task_of(envelope: Envelope) -> str:
+    """The task whose profile speaks for a message; its own name where the body cannot be read."""
+    if envelope.task not in REPEATED:
+        return envelope.task
+    try:
+        return work_of(envelope)[0]
+    except MalformedMessage:
+        return envelope.task
+
+
+def _idle(profile: Profile, header: BrimHeader) -> Estimate:
+    """What a task needs that calls nothing."""
+    vram_mib = max(1, profile.context_mib + profile.weights_mib)
+    return estimate(profile, header.model_copy(update={"vram_mib": vram_mib}), {})
 
 
 def priority_of(envelope: Envelope, found: Estimate) -> int:
@@ -98,12 +145,12 @@ def _admission(
     waits_for: Reason | None = None,
 ) -> Admission:
     context_mib = found.context_mib if found else 0
-    prepared = split(source.raw)
+    prepared, task = split(source.raw), task_of(envelope)
     return Admission(
         source=source,
         identity=envelope.identity,
-        task=envelope.task,
-        lane=lane_of(envelope.task, found.demand) if found else UNESTIMATED + envelope.task,
+        task=task,
+        lane=lane_of(task, found.demand) if found else UNESTIMATED + task,
         demand=found.demand if found else Demand(0),
         context_mib=context_mib,
         priority=priority_of(envelope, found) if found else envelope.priority,

@@ -125,7 +125,7 @@ def test_a_setting_that_cannot_be_sent_to_pool_processes_is_named(doctor: Doctor
 def test_a_serializer_that_brim_does_not_read_is_named(doctor: Doctor) -> None:
     code, words = doctor(options=", serializer='yaml'")
     assert code == 1
-    assert "shop.cut: serializer is 'yaml', but brim reads JSON" in words
+    assert "shop.cut: serializer is 'yaml', but brim reads JSON and msgpack" in words
 
 
 def test_an_attribute_that_no_call_gives_is_named(doctor: Doctor) -> None:

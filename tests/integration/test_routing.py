@@ -196,7 +196,7 @@ class TestRefusedAtOnce:
     @pytest.mark.parametrize(
         ("options", "says"),
         [
-            ({"serializer": "pickle"}, "serializer is 'pickle', but brim reads JSON"),
+            ({"serializer": "pickle"}, "serializer is 'pickle', but brim reads JSON and msgpack"),
             ({"compression": "zstd"}, "compression is 'zstd', but brim reads gzip, bzip2 and lzma"),
             ({"headers": {"brim": {"vram_mib": "9GiB"}}}, "field 'vram_mib'"),
             ({"headers": {"brim": {"vram": 9}}}, "field 'vram': unknown field"),

@@ -1,4 +1,4 @@
-"""Messages that nobody should have sent: each is refused with a reason, none stops intake."""
+"""What a message asks to be run, and what that needs: pure, from an envelope to a demand."""
 
 from __future__ import annotations
 
@@ -6,70 +6,85 @@ import base64
 import json
 from typing import Any
 
+import msgpack
 import pytest
 
+from brim.celery.envelope import MalformedMessage, parse
 from brim.core.attributes import TaskSignature
 from brim.core.profiles import ResourceTable
 from brim.store.types import Peeked
-from brim_services.admission import Admitter
+from brim_services.admission import Admitter, work_of
 
-TABLE = ResourceTable.parse('profiles:\n  t.run: {vram: "1000 * n"}\n', "table")
-ADMITTER = Admitter(TABLE, {"t.run": TaskSignature.from_callable(lambda n=1: n)}, 4_194_304)
-DEEP = b"[" * 100_000 + b"]" * 100_000
-
-
-def encoded(body: Any) -> str:
-    return base64.b64encode(body if isinstance(body, bytes) else json.dumps(body).encode()).decode()
+TABLE = ResourceTable.parse('profiles: {t.cut: {vram: "100 * n", context_mib: 300, margin: 1.0}}', "table")
+SIGNATURES = {"t.cut": TaskSignature.from_callable(lambda n, *, m=1: n)}
+ADMITTER = Admitter(TABLE, SIGNATURES, 100_000)
 
 
-def message(*, headers: dict[str, Any] | None = None, **parts: Any) -> bytes:
-    whole: dict[str, Any] = {
-        "body": encoded([[], {"n": 1}, {}]),
-        "content-encoding": "utf-8",
-        "content-type": "application/json",
-        "headers": {"id": "x", "task": "t.run", **(headers or {})},
-        "properties": {"body_encoding": "base64", "delivery_tag": "t"},
+def message(task: str, args: list[Any], kwargs: dict[str, Any], content_type: str = "application/json") -> bytes:
+    body = [args, kwargs, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+    packed = content_type == "application/x-msgpack"
+    data = msgpack.packb(body) if packed else json.dumps(body).encode()
+    envelope = {
+        "body": base64.b64encode(data).decode(),
+        "content-type": content_type,
+        "content-encoding": "binary" if packed else "utf-8",
+        "headers": {"id": "i1", "task": task, "retries": 0},
+        "properties": {"delivery_tag": "d", "body_encoding": "base64", "priority": 0},
     }
-    return json.dumps(whole | parts).encode()
+    return json.dumps(envelope).encode()
 
 
-def test_the_message_that_the_others_are_made_from_is_admitted() -> None:
-    assert ADMITTER.assess(Peeked("l", message())).refusal is None
+def repeated(how: str, items: list[Any]) -> bytes:
+    return message(how, [], {"task": {"task": "t.cut", "args": [], "kwargs": {}}, "it": items})
+
+
+def test_msgpack_is_read_like_json() -> None:
+    by_json = ADMITTER.assess(Peeked("q", message("t.cut", [7], {})))
+    by_msgpack = ADMITTER.assess(Peeked("q", message("t.cut", [7], {}, "application/x-msgpack")))
+    assert by_json.refusal is by_msgpack.refusal is None
+    assert by_msgpack.demand == by_json.demand
 
 
 @pytest.mark.parametrize(
-    ("raw", "code"),
+    ("raw", "calls"),
     [
-        (DEEP, "malformed"),
-        (b"\xff", "malformed"),
-        (b"null", "malformed"),
-        (message(headers={"id": "\ud800"}), "malformed"),
-        (message(headers={"task": "\ud800"}), "malformed"),
-        (message(headers={"retries": "2"}), "malformed"),
-        (message(headers={"expires": 5}), "malformed"),
-        (message(headers={"compression": []}), "compression"),
-        (message(headers={"brim": {"vram_mib": 10**400}}), "bad_header"),
-        (message(headers={"brim": {"vram_mib": True}}), "bad_header"),
-        (message(**{"content-encoding": 7}), "malformed"),
-        (message(**{"content-type": "application/x-python-serialize"}), "serializer"),
-        (message(body="*"), "malformed"),
-        (message(body="*", headers={"brim": {"vram_mib": 100}}), "malformed"),
-        (message(body=encoded(DEEP)), "malformed"),
-        (message(body=encoded([[], {"n": 10**400}, {}])), "bad_attribute"),
-        (message(body=encoded([[], {"n": float("nan")}, {}])), "bad_attribute"),
-        (message(body=encoded([[], {"n": -1}, {}])), "bad_attribute"),
-        (message(body="x" * 5_000_000), "too_large"),
+        (message("t.cut", [1], {"m": 2}), [([1], {"m": 2})]),
+        (repeated("celery.map", [1, [2]]), [([1], {}), ([[2]], {})]),
+        (repeated("celery.starmap", [[1], [2]]), [([1], {}), ([2], {})]),
+        (repeated("celery.map", []), []),
     ],
 )
-def test_a_message_that_cannot_be_understood_is_refused(raw: bytes, code: str) -> None:
-    admission = ADMITTER.assess(Peeked("l", raw))
-    assert admission.refusal is not None
-    assert (admission.refusal.code, bool(admission.refusal.message)) == (code, True)
-    assert admission.identity.task_id.encode()
+def test_map_and_starmap_are_calls_of_the_task_they_repeat(raw: bytes, calls: list[Any]) -> None:
+    assert work_of(parse(raw)) == ("t.cut", calls)
 
 
-def test_a_failure_of_brims_own_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResourceTable, "profile", lambda *_: 1 / 0)
-    admission = ADMITTER.assess(Peeked("l", message()))
-    assert admission.refusal is not None
-    assert str(admission.refusal) == "the message could not be read: ZeroDivisionError: division by zero [unreadable]"
+def test_a_starmap_needs_what_its_largest_call_needs() -> None:
+    found = ADMITTER.assess(Peeked("q", repeated("celery.starmap", [[1], [9], [3]])))
+    alone = ADMITTER.assess(Peeked("q", message("t.cut", [9], {})))
+    assert (found.task, found.demand, found.lane) == ("t.cut", alone.demand, alone.lane)
+
+
+def test_an_empty_map_needs_a_context() -> None:
+    found = ADMITTER.assess(Peeked("q", repeated("celery.map", [])))
+    assert found.refusal is None
+    assert 300 <= found.demand.vram_mib < 320
+
+
+def test_an_unknown_signature_is_waited_for_under_the_repeated_tasks_name() -> None:
+    found = Admitter(TABLE, {}, 100_000).assess(Peeked("q", repeated("celery.map", [1])))
+    assert (found.lane, found.waits_for is not None) == ("?t.cut", True)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"task": "t.cut", "it": [1]}, {"task": {"task": "t.cut"}, "it": 5}])
+def test_a_map_that_celery_did_not_make_is_refused(kwargs: dict[str, Any]) -> None:
+    raw = message("celery.map", [], kwargs)
+    with pytest.raises(MalformedMessage, match=r"not the arguments of celery\.map"):
+        work_of(parse(raw))
+    found = ADMITTER.assess(Peeked("q", raw))
+    assert found.refusal is not None
+    assert (found.refusal.code, found.task, found.identity.task_id) == ("malformed", "celery.map", "i1")
+
+
+def test_the_unlocking_of_a_chord_needs_next_to_nothing() -> None:
+    found = ADMITTER.assess(Peeked("q", message("celery.chord_unlock", ["g", {}], {})))
+    assert (found.refusal, found.demand.vram_mib) == (None, 16)

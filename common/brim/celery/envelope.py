@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, tzinfo
 from typing import TYPE_CHECKING, Any
 
-from kombu.exceptions import DecodeError
+from kombu.exceptions import DecodeError, SerializerNotInstalled
 from kombu.serialization import dumps as dumps_body
 from kombu.serialization import loads as loads_body
 
@@ -47,7 +47,8 @@ ASKED = "asked"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """A body may not unpack to more than this, so that a small compressed message cannot exhaust intake."""
 
-MEDIA_TYPE = "application/json"
+MEDIA_TYPES = {"application/json": "JSON", "application/x-msgpack": "msgpack"}
+"""What a body may be written in. Never pickle: intake must not run what a message says."""
 
 
 class MalformedMessage(ValueError):
@@ -448,19 +449,23 @@ def _time_s(headers: Mapping[str, Any], name: str, timezone: tzinfo) -> float | 
 
 
 def _decode_body(envelope: Envelope) -> Body:
-    if envelope.content_type != MEDIA_TYPE:
+    if envelope.content_type not in MEDIA_TYPES:
         raise MalformedMessage(
             Reason(
                 "serializer",
-                f"content-type: brim reads JSON, got {envelope.content_type!r}; "
+                f"content-type: brim reads JSON and msgpack, got {envelope.content_type!r}; "
                 f"publish with serializer='json' (setting task_serializer)",
             )
         )
     data = _unpack(_transport_bytes(envelope), envelope.headers.get("compression"))
     try:
-        body = loads_body(data, MEDIA_TYPE, envelope.content_encoding or "utf-8", accept={MEDIA_TYPE})
+        body = loads_body(data, envelope.content_type, envelope.content_encoding or "utf-8", accept=set(MEDIA_TYPES))
     except (DecodeError, LookupError) as error:
-        raise MalformedMessage(Reason("malformed", f"body: not JSON: {error}")) from error
+        raise MalformedMessage(
+            Reason("malformed", f"body: not {MEDIA_TYPES[envelope.content_type]}: {error}")
+        ) from error
+    except SerializerNotInstalled as error:
+        raise MalformedMessage(Reason("serializer", f"body: {error}")) from error
     match body:
         case [list() as args, dict() as kwargs, dict() | None as embed]:
             return Body(args, kwargs, embed or {})

@@ -22,7 +22,7 @@ from brim.core.attributes import BrimHeader, EstimateError
 from brim.core.patterns import best_match
 from brim.store import Store
 
-from .envelope import COMPRESSIONS, HEADER, INTAKE_QUEUE, MEDIA_TYPE, BrokerLayout
+from .envelope import COMPRESSIONS, HEADER, INTAKE_QUEUE, MEDIA_TYPES, BrokerLayout
 from .errors import PublishRefused, SetupError
 
 log = logging.getLogger("brim")
@@ -135,10 +135,10 @@ def check_broker(app: Celery) -> None:
 def check_message(app: Celery, name: str, options: Mapping[str, Any], header: object) -> None:
     """Raises `PublishRefused` if intake could not read the message, before it is published."""
     serializer = options.get("serializer") or app.conf.task_serializer
-    if registry.name_to_type.get(serializer, serializer) != MEDIA_TYPE:
+    if registry.name_to_type.get(serializer, serializer) not in MEDIA_TYPES:
         raise PublishRefused(
-            f"{name}: serializer is {serializer!r}, but brim reads JSON: set serializer='json' on the task "
-            f"(or task_serializer in the app)"
+            f"{name}: serializer is {serializer!r}, but brim reads JSON and msgpack: set serializer='json' on the "
+            f"task (or task_serializer in the app)"
         )
     compression = options.get("compression") or app.conf.task_compression
     if compression and not _can_unpack(compression):
