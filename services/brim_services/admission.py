@@ -6,7 +6,7 @@ Pure: what it decides depends on its arguments alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,14 @@ CHORD_UNLOCK = "celery.chord_unlock"
 """Where the result backend cannot count, this task of Celery's looks every second whether a chord's members are done.
 Celery sends it to the queue of the chord's body; it uses no GPU, so it needs an executor and next to no memory."""
 
-REPEATED = {"celery.map": lambda item: ([item], {}), "celery.starmap": lambda item: (list(item), {})}
+Call = tuple[list[Any], dict[str, Any]]
+
+REPEATED: dict[str, Callable[[Any], Call]] = {
+    "celery.map": lambda item: ([item], {}),
+    "celery.starmap": lambda item: (list(item), {}),
+}
 """Celery's tasks that call another one for each item, one after the other (``chunks`` are such starmaps); they are
 published by that task's route, and need as much memory as the largest of their calls."""
-
-Call = tuple[list[Any], dict[str, Any]]
 
 
 def work_of(envelope: Envelope) -> tuple[str, list[Call]]:
