@@ -136,6 +136,7 @@ def explain(found: Estimate) -> dict[str, object]:
         "sum": str(found),
         "attributes": dict(found.attributes),
         "summands": list(found.summands),
+        "formula_id": found.formula_id,
     }
 
 

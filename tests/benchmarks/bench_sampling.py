@@ -19,8 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "common"), str(ROOT / "tests")]
 
+from brim.core.model import AttemptView, State  # noqa: E402
 from brim.gpu import process  # noqa: E402
-from brim.gpu.probe import open_probe  # noqa: E402
+from brim.gpu.probe import Sample, open_probe  # noqa: E402
 from brim.gpu.sampling import REST_S, Peaks, Samples, moved, next_interval_s  # noqa: E402
 from contract.nvml_standin import GIB, Driver, build  # noqa: E402
 
@@ -44,15 +45,18 @@ def follow(seconds: float) -> None:
     process.pids_are_the_hosts = lambda: True  # the stand-in's pids are nobody's, here or on a host
     probe, peaks = open_probe("nvml", quarantine_xids=[79]), Peaks()
     probe.devices()
-    for uuid, sample in probe.sample().items():
-        for pid in sample.processes:
-            peaks.begin(uuid, pid)
+    attempts = [
+        AttemptView(f"{uuid}.{pid}", f"{uuid}.{pid}", (uuid,), 1000, f"{pid}.1", State.RUNNING, "b", 0.0, 0.0, "l", 300)
+        for uuid, sample in probe.sample().items()
+        if isinstance(sample, Sample)
+        for pid in sample.processes
+    ]
     before: Samples = {}
     interval_s, count = REST_S, 0
     end, cpu_s = time.monotonic() + seconds, time.process_time()
     while time.monotonic() < end:
         samples = probe.sample()
-        peaks.observe(samples)
+        peaks.observe(attempts, samples)
         interval_s = next_interval_s(interval_s, moving=moved(before, samples))
         before, count = samples, count + 1
         time.sleep(interval_s)

@@ -568,3 +568,65 @@ def test_a_retry_that_never_comes_is_known(cluster: Cluster) -> None:
     assert cluster.store.awaited_ids(60, 10) == []
     cluster.admit("a", retries=1)
     assert cluster.store.awaited_ids(0, 10) == []
+
+
+ESTIMATE = {"profile": "t", "summands": [2800.0], "formula_id": "f"}
+
+
+def test_the_end_of_an_attempt_tells_its_peak_to_the_learner(cluster: Cluster) -> None:
+    cluster.admit("a", explanation=ESTIMATE)
+    attempt = cluster.run("a")
+    cluster.store.sampled([("a", attempt, 2100)])
+    cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED, peak_mib=2500))
+
+    assert cluster.store.story("a")[-1]["peak_mib"] == 2500
+    [peak] = cluster.store.peaks(10)
+    assert (peak.task_id, peak.gpu_model, peak.reserved_mib, peak.peak_mib) == ("a", "SIM", 3000, 2500)
+    assert (peak.out_of_memory, peak.estimate) == (False, ESTIMATE)
+
+
+def test_where_no_framework_counts_the_samples_have_the_word(cluster: Cluster) -> None:
+    cluster.admit("a", explanation=ESTIMATE)
+    attempt = cluster.run("a")
+    cluster.store.sampled([("a", attempt, 2100), ("a", "1-0", 9000)])
+    cluster.store.end("a", attempt, [GPU], Outcome(State.FAILED, Reason("out_of_memory", "too much")))
+
+    record = cluster.store.record("a")
+    assert record is not None
+    assert record.peak_mib == 2100
+    assert [peak.out_of_memory for peak in cluster.store.peaks(10)] == [True]
+
+
+def test_a_peak_that_nobody_saw_is_unknown_and_teaches_nothing(cluster: Cluster) -> None:
+    cluster.admit("a", explanation=ESTIMATE)
+    attempt = cluster.run("a")
+    cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED))
+
+    record = cluster.store.record("a")
+    assert record is not None
+    assert record.peak_mib is None
+    assert cluster.store.peaks(10) == []
+
+
+def test_a_sample_that_comes_after_the_end_changes_nothing(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    cluster.store.end("a", attempt, [GPU], Outcome(State.SUCCEEDED))
+    cluster.store.sampled([("a", attempt, 2100)])
+    assert cluster.store.client.hget(cluster.store.keys.task("a"), "sampled_mib") is None
+
+
+def test_what_was_learned_is_kept_with_its_peaks_taken_off_or_not_at_all(cluster: Cluster) -> None:
+    for name in "abc":
+        cluster.admit(name, explanation=ESTIMATE)
+        cluster.store.end(name, cluster.run(name), [GPU], Outcome(State.SUCCEEDED, leftover_mib=[0], peak_mib=100))
+
+    cluster.store.keep_learned(cluster.epoch, 2, {"t": b"state"})
+
+    assert [peak.task_id for peak in cluster.store.peaks(10)] == ["c"]
+    assert cluster.store.calibrations() == {"t": b"state"}
+    assert cluster.store.calibration_version() == 1
+    with pytest.raises(FencedError):
+        cluster.store.keep_learned(cluster.epoch + 1, 1, {"t": b"other"})
+    assert cluster.store.calibrations() == {"t": b"state"}
+    assert len(cluster.store.peaks(10)) == 1

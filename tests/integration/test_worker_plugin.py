@@ -98,7 +98,7 @@ def test_a_task_runs_and_its_executor_keeps_only_what_it_left_behind(plant: Plan
     wait_until(lambda: plant.stage.record(result.id).state in TERMINAL, what="the attempt ended")
     record = plant.stage.record(result.id)
     assert (record.state, record.reason) == (State.SUCCEEDED, None)
-    assert record.peak_mib == 500
+    assert record.peak_mib == 500 + 300
     assert plant.events(result.id) == ["admitted", "placed", "claimed", "started", "finishing", "succeeded"]
     book = plant.stage.client.hgetall(plant.stage.store.keys.book(plant.stage.identity.device))
     [process] = [value for name, value in book.items() if name.startswith(f"p:{pid}.".encode())]

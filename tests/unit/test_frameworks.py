@@ -47,6 +47,10 @@ class FakeCuda:
         assert self.started
         return self.pools[device].reserved
 
+    def memory_allocated(self, device):
+        assert self.started
+        return self.pools[device].allocated
+
     def max_memory_reserved(self, device):
         assert self.started
         return self.pools[device].peak_r
@@ -72,6 +76,9 @@ class FakePool:
 
     def total_bytes(self):
         return self.total
+
+    def used_bytes(self):
+        return self.used
 
     def free_all_blocks(self):
         self.total = self.used
@@ -152,6 +159,17 @@ def test_the_peak_is_that_of_the_device_where_it_is_largest(monkeypatch):
     cuda.use(50, device=0)
     cuda.use(70, device=1)
     assert frameworks.peak_mib() == 70
+
+
+def test_pools_tell_what_they_hold_now(cuda, pool):
+    cuda.start()
+    cuda.pools[0].reserved, cuda.pools[0].allocated = 500 * MIB, 200 * MIB
+    pool.total, pool.used = 70 * MIB, 30 * MIB
+    assert frameworks.pool() == frameworks.Pool(allocated_mib=230, held_mib=570)
+
+
+def test_without_a_framework_nothing_is_held():
+    assert frameworks.pool() == frameworks.Pool(0, 0)
 
 
 def test_a_limit_on_torch_waits_until_the_task_starts_cuda_and_the_last_one_counts(cuda):
@@ -333,3 +351,18 @@ def test_a_chain_that_bites_its_tail_ends():
     first, second = ValueError(1), ValueError(2)
     first.__cause__, second.__cause__ = second, first
     assert not frameworks.is_out_of_memory(first)
+
+
+@pytest.mark.parametrize(
+    ("message", "mib"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.6 GiB", 2560),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20),
+        ("Out of memory allocating 1,048,577 bytes (allocated so far: 0 bytes).", 2),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.", 4096),
+        ("out of memory on GPU-sim-0: tried to allocate 900 MiB, 100 MiB of 8192 MiB are free", 900),
+        ("CUDA error: out of memory", None),
+    ],
+)
+def test_what_was_asked_for_is_read_from_the_error(message, mib):
+    assert frameworks.asked_mib(RuntimeError(message)) == mib

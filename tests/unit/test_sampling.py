@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brim.core.model import Reason
+from brim.core.model import AttemptView, Reason, State
 from brim.gpu.probe import DeviceFault, Sample
 from brim.gpu.sampling import FAST_S, REST_S, Peaks, moved, next_interval_s
 
@@ -39,24 +39,31 @@ def test_rest_is_reached_within_two_seconds():
     assert passed_s < 2
 
 
-def test_a_peak_is_the_most_that_was_seen_while_it_was_watched():
+def attempt(pid, name="1-1"):
+    proc = f"{pid}.99" if pid else ""
+    return AttemptView("t", name, (U,), 500, proc, State.RUNNING, "b00t", 0.0, 0.0, "lane", 300)
+
+
+def raised(peaks, attempts, samples):
+    return {view.attempt: mib for view, mib in peaks.observe(attempts, samples)}
+
+
+def test_a_peak_is_the_most_that_was_seen_of_the_attempts_process_while_it_lived():
     peaks = Peaks()
-    peaks.observe(sample(900, {7: 900}))
-    peaks.begin(U, 7)
-    for mib in (100, 400, 300):
-        peaks.observe(sample(mib, {7: mib, 8: 1000}))
-    assert peaks.end(U, 7) == 400
-    assert peaks.end(U, 7) is None
+    peaks.observe([], sample(900, {7: 900}))
+    seen = [raised(peaks, [attempt(7)], sample(mib, {7: mib, 8: 1000})) for mib in (100, 400, 300)]
+    assert seen == [{"1-1": 100}, {"1-1": 400}, {}]
+
+
+def test_the_next_attempt_in_the_same_process_begins_from_nothing():
+    peaks = Peaks()
+    peaks.observe([attempt(7)], sample(400, {7: 400}))
+    assert raised(peaks, [attempt(7, "1-2")], sample(50, {7: 50})) == {"1-2": 50}
 
 
 def test_a_peak_nobody_saw_is_unknown_and_not_zero():
-    peaks = Peaks()
-    for pid in (1, 2, 3):
-        peaks.begin(U, pid)
-    peaks.observe(sample(10, {1: None}))
-    peaks.observe(sample(10, {}, complete=False))
-    assert peaks.end(U, 1) is None
-    peaks.observe(sample(10, {3: 4}))
-    peaks.observe({U: DeviceFault(U, Reason("device_lost", "lost"))})
-    assert peaks.end(U, 2) is None
-    assert peaks.end(U, 3) == 4
+    peaks, attempts = Peaks(), [attempt(pid, f"1-{pid}") for pid in range(3)]
+    assert raised(peaks, attempts, sample(10, {1: None})) == {}
+    assert raised(peaks, attempts, sample(10, {}, complete=False)) == {}
+    assert raised(peaks, attempts, {U: DeviceFault(U, Reason("device_lost", "lost"))}) == {}
+    assert raised(peaks, attempts, sample(10, {2: 4})) == {"1-2": 4}

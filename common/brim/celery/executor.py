@@ -59,6 +59,8 @@ class Execution:
         self.proc = proc
         self.entered = False
         self.refused = False
+        self.wanted_mib = 0
+        """What frameworks' pools would have held if they had not been refused it."""
         self.replaced_by: Signature | None = None
 
     def bind(self) -> ClaimAnswer:
@@ -81,8 +83,10 @@ class Execution:
         try:
             result = function(*args, **kwargs)
         except MemoryError as error:
+            self._note_wanted(error)
             out_of_memory = plain(error)
-        except Exception:
+        except Exception as error:
+            self._note_wanted(error)
             self.finish()
             raise
         else:
@@ -90,6 +94,11 @@ class Execution:
             return result
         self.finish()
         raise out_of_memory
+
+    def _note_wanted(self, error: BaseException) -> None:
+        """What an error of a device's memory tells about the need; its frames still hold what the task had."""
+        if frameworks.is_out_of_memory(error) and (asked_mib := frameworks.asked_mib(error)) is not None:
+            self.wanted_mib = frameworks.pool().allocated_mib + asked_mib
 
 
 _current: ContextVar[Execution | None] = ContextVar("brim_execution", default=None)
@@ -190,9 +199,17 @@ class Executor:
             # Otherwise Celery answers in the main process, and the attempt is ended there.
             return
         state, reason = self._outcome(execution, info)
-        execution.attempts.end(
-            task_id, attempt, state, reason, self._memory.leftover_mib(attempt.devices), frameworks.peak_mib()
-        )
+        leftover_mib = self._memory.leftover_mib(attempt.devices)
+        counted_mib = max(frameworks.peak_mib() or 0, execution.wanted_mib)
+        peak_mib = counted_mib + self._beside_pools_mib(attempt, leftover_mib) if counted_mib else None
+        execution.attempts.end(task_id, attempt, state, reason, leftover_mib, peak_mib)
+
+    @staticmethod
+    def _beside_pools_mib(attempt: AttemptHeader, leftover_mib: Sequence[int] | None) -> int:
+        """What the process holds of its device beside frameworks' pools: its context, and what no framework counts."""
+        if leftover_mib is None:
+            return attempt.context_mib
+        return max(0, max(leftover_mib) - frameworks.pool().held_mib)
 
     def _outcome(self, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:
         if info is None:

@@ -271,16 +271,16 @@ class Calibration:
         """What `to_json` kept; nothing if the profile declares something else by now. Raises ``ValueError``."""
         kept = _STATE.validate_json(state)
         calibration = cls(profile)
-        if kept.declared == calibration._declared:
+        if kept.formula_id == profile.formula_id:
             calibration.learners = kept.learners
         return calibration
 
     def to_json(self) -> bytes:
         """Everything that was learned."""
-        return _STATE.dump_json(_State(self._declared, self.learners))
+        return _STATE.dump_json(_State(self.profile.formula_id, self.learners))
 
     def learn(self, sample: Sample) -> None:
-        """Take in what an attempt has shown; one that was estimated by another formula is passed over."""
+        """Take in what an attempt has shown; its summands are of the profile as it is now."""
         need_mib = sum(sample.summands)
         if len(sample.summands) != len(self.profile.vram.terms) + 1 or need_mib <= 0:
             return
@@ -341,15 +341,10 @@ class Calibration:
     def _resident_mib(self) -> int:
         return self.profile.context_mib + self.profile.weights_mib
 
-    @property
-    def _declared(self) -> str:
-        """What the summands mean; knowledge about another declaration is worth nothing."""
-        return f"{self.profile.context_mib} + {self.profile.weights_mib} + {self.profile.vram}"
-
 
 @dataclass(frozen=True)
 class _State:
-    declared: str
+    formula_id: str
     learners: dict[str, Learner]
 
 

@@ -235,6 +235,12 @@ class Profile(ProfileDefaults):
             raise ValueError("batch and vram exclude each other: with batch, memory follows from per_unit_mib")
         return self
 
+    @property
+    def formula_id(self) -> str:
+        """A digest of what an estimate's ``summands`` mean: peaks under one say nothing about another."""
+        declared = f"{self.context_mib} + {self.weights_mib} + {self.vram}"
+        return hashlib.sha256(declared.encode()).hexdigest()[:12]
+
     @model_validator(mode="after")
     def _leaves_room(self) -> Self:
         if self.max_mib is not None and self.max_mib < self.context_mib + self.weights_mib:
@@ -335,7 +341,8 @@ class Estimate:
     what the task's process is taken to keep when its memory stays unknown after the end. ``priority`` is
     None when neither header nor profile sets one. ``summands`` (MiB) are what calibration learns from:
     the declared need without margin, as its fixed part (context, weights, the formula's constant) and the
-    formula's terms; empty when the header gave the amount. ``suggested_mib`` is what calibration would
+    formula's terms; empty when the header gave the amount. ``formula_id`` is
+    the profile's. ``suggested_mib`` is what calibration would
     reserve, None while it knows too little. ``attributes`` are those that the formula read, for people.
     """
 
@@ -345,6 +352,7 @@ class Estimate:
     profile: str | None
     parts: tuple[Part, ...]
     summands: tuple[float, ...]
+    formula_id: str
     suggested_mib: int | None
     attributes: Mapping[str, float | str]
 
@@ -408,6 +416,7 @@ def estimate(
         profile=profile.name if profile else None,
         parts=parts,
         summands=summands,
+        formula_id=profile.formula_id if profile else "",
         suggested_mib=suggested_mib,
         attributes=attributes,
     )

@@ -12,9 +12,12 @@ logical devices), before a task could set it: their errors are recognised, their
 from __future__ import annotations
 
 import logging
+import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,20 @@ def peak_mib() -> int | None:
     return sum(peaks) if peaks else None
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What frameworks' pools hold of a device now, in MiB: handed out to the task, and in all."""
+
+    allocated_mib: int = 0
+    held_mib: int = 0
+
+
+def pool() -> Pool:
+    """The pools of all loaded frameworks together."""
+    pools = _ask_each(lambda framework: framework.pool())
+    return Pool(sum(pool.allocated_mib for pool in pools), sum(pool.held_mib for pool in pools))
+
+
 def limit(mib: int | None) -> None:
     """Makes every loaded framework refuse more than that many MiB beside the context; None lifts the limits.
 
@@ -54,6 +71,7 @@ class _Framework(Protocol):
 
     def begin(self) -> None: ...
     def peak_mib(self) -> int | None: ...
+    def pool(self) -> Pool: ...
     def limit(self, mib: int | None) -> None: ...
 
 
@@ -89,6 +107,11 @@ class _Torch:
             grown = reserved > self._reserved_before.get(device, 0)
             peaks.append(reserved if grown else cuda.max_memory_allocated(device))
         return _largest_mib(peaks)
+
+    def pool(self) -> Pool:
+        devices = list(self._devices())
+        allocated = _largest_mib(cuda.memory_allocated(device) for cuda, device in devices)
+        return Pool(allocated or 0, _largest_mib(cuda.memory_reserved(device) for cuda, device in devices) or 0)
 
     def limit(self, mib: int | None) -> None:
         cuda = _loaded(self.module).cuda
@@ -126,6 +149,11 @@ class _CuPy:
     def peak_mib(self) -> int | None:
         return _largest_mib(pool.total_bytes() for pool in self._pools())
 
+    def pool(self) -> Pool:
+        sizes = [(pool.used_bytes(), pool.total_bytes()) for pool in self._pools()]
+        allocated = _largest_mib(used for used, _ in sizes)
+        return Pool(allocated or 0, _largest_mib(total for _, total in sizes) or 0)
+
     def limit(self, mib: int | None) -> None:
         for pool in self._pools():
             pool.set_limit(size=0 if mib is None else mib * _MIB)
@@ -153,6 +181,11 @@ class _Simulated:
         simulated = _loaded(self.module)
         peaks = [peak for uuid in simulated.visible() if (peak := simulated.peak_mib(uuid)) is not None]
         return max(peaks, default=None)
+
+    def pool(self) -> Pool:
+        simulated = _loaded(self.module)
+        pools = [simulated.pool_mib(uuid) for uuid in simulated.visible()]
+        return Pool(max((allocated for allocated, _ in pools), default=0), max((held for _, held in pools), default=0))
 
     def limit(self, mib: int | None) -> None:
         simulated = _loaded(self.module)
@@ -222,3 +255,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _says_out_of_memory(error: BaseException) -> bool:
     classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
     return any((package, name) in classes and words in str(error) for package, name, words in _OUT_OF_MEMORY)
+
+
+_ASKED = re.compile(r"allocat(?:e|ing) ([\d,]+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|bytes?|B)\b")
+_UNIT_MIB = {"TiB": 1 << 20, "GiB": 1 << 10, "MiB": 1, "KiB": 1 / (1 << 10)}
+
+
+def asked_mib(error: BaseException) -> int | None:
+    """MiB that an "out of memory" error says were asked for, rounded up; None where it does not say."""
+    found = _ASKED.search(str(error))
+    if found is None:
+        return None
+    return math.ceil(float(found[1].replace(",", "")) * _UNIT_MIB.get(found[2], 1 / (1 << 20)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from brim.core.model import AttemptView
 from brim.gpu.probe import DeviceFault, Sample
 
 FAST_S = 0.1
@@ -29,26 +30,32 @@ def next_interval_s(interval_s: float, *, moving: bool) -> float:
 
 
 class Peaks:
-    """The most memory that samples have shown of the processes under watch, per device, in MiB.
+    """The most memory that samples have shown of live attempts, in MiB; of several devices the largest figure.
 
     A figure is the process's whole: with its context, and what its allocator kept from earlier attempts.
     """
 
     def __init__(self) -> None:
-        self._peaks: dict[tuple[str, int], int | None] = {}
+        self._peaks: dict[str, int] = {}
 
-    def begin(self, uuid: str, pid: int) -> None:
-        """Watches the process on the device from now on, from nothing known."""
-        self._peaks[uuid, pid] = None
+    def observe(self, attempts: Iterable[AttemptView], samples: Samples) -> list[tuple[AttemptView, int]]:
+        """The attempts that are bound to a process and whose peak these samples raise, with the new peak.
 
-    def observe(self, samples: Samples) -> None:
-        """Raises the peaks to what these samples show; what they do not know changes nothing."""
-        for (uuid, pid), peak in self._peaks.items():
-            sample = samples.get(uuid)
-            mib = sample.of(pid) if isinstance(sample, Sample) else None
-            if mib is not None:
-                self._peaks[uuid, pid] = max(peak or 0, mib)
+        Attempts that are not named any more are forgotten; what samples do not know changes nothing.
+        """
+        bound = [attempt for attempt in attempts if attempt.proc]
+        before, self._peaks = self._peaks, {}
+        raised = []
+        for attempt in bound:
+            known, seen = before.get(attempt.attempt, 0), _seen_mib(attempt, samples)
+            self._peaks[attempt.attempt] = max(known, seen)
+            if seen > known:
+                raised.append((attempt, seen))
+        return raised
 
-    def end(self, uuid: str, pid: int) -> int | None:
-        """The peak, and the end of the watch. None when no sample showed the process using memory."""
-        return self._peaks.pop((uuid, pid), None) or None
+
+def _seen_mib(attempt: AttemptView, samples: Samples) -> int:
+    """What samples show of an attempt's process; 0 where they do not know, or it uses nothing."""
+    pid = int(attempt.proc.partition(".")[0])
+    found = [samples.get(uuid) for uuid in attempt.devices]
+    return max((sample.of(pid) or 0 for sample in found if isinstance(sample, Sample)), default=0)

@@ -326,6 +326,13 @@ def peak_mib(uuid: str | None = None) -> int | None:
         return process.peak_mib if process is not None and process.context_mib is not None else None
 
 
+def pool_mib(uuid: str | None = None) -> tuple[int, int]:
+    """What this process's allocator has handed out now, and what it holds in all, without the context."""
+    with _books(_path(uuid), change=False) as books:
+        process = books.processes.get(_me(), _Process())
+        return process.allocated_mib, process.reserved_mib
+
+
 def reset_peak(uuid: str | None = None) -> None:
     """Starts the peak anew from what is allocated now."""
     with _books(_path(uuid), change=True) as books:

@@ -61,6 +61,7 @@ class AttemptSide(Base):
             keys.expiring,
             keys.outbox,
             keys.awaited,
+            keys.peaks,
             *(keys.book(uuid) for uuid in devices),
         ]
         leftover = "" if outcome.leftover_mib is None else ",".join(str(mib) for mib in outcome.leftover_mib)

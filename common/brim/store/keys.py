@@ -105,6 +105,21 @@ class Keys:
         return f"{self.prefix}profiles"
 
     @property
+    def peaks(self) -> str:
+        """LIST of JSON: the peaks of attempts that are over, for the learner."""
+        return f"{self.prefix}peaks"
+
+    @property
+    def calibration(self) -> str:
+        """HASH profile -> JSON: what was learned from peaks."""
+        return f"{self.prefix}calibration"
+
+    @property
+    def calibration_version(self) -> str:
+        """Integer: how often ``calibration`` has changed."""
+        return f"{self.prefix}calibration_version"
+
+    @property
     def signatures(self) -> str:
         """HASH task name -> JSON: what arguments a task takes."""
         return f"{self.prefix}signatures"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -173,6 +174,22 @@ class Outcome:
     leftover_mib: Sequence[int] | None = None
     context_mib: int = 0
     peak_mib: int | None = None
+    """As frameworks counted it; without it the agent's samples have the word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What the end of an attempt told about its task's need; ``estimate`` is the explanation of its demand.
+
+    ``out_of_memory``: it had been refused memory; its peak counts what it had asked for then.
+    """
+
+    task_id: str
+    gpu_model: str
+    reserved_mib: int
+    peak_mib: int
+    out_of_memory: bool
+    estimate: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

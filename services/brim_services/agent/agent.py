@@ -22,7 +22,7 @@ from brim.celery.plugin import registration
 from brim.core.model import AttemptView, Reason
 from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Sight, decide
 from brim.gpu.probe import DeviceInfo, Probe, open_probe
-from brim.gpu.sampling import next_interval_s
+from brim.gpu.sampling import Peaks, next_interval_s
 from brim.settings import ConfigurationError, Problem, Settings
 from brim.store import Store
 from brim.store.connection import address, is_outage
@@ -101,6 +101,7 @@ class Agent:
         self._remembered = Remembered()
         self._consuming: set[str] = set()
         self._running: set[str] = set()
+        self._peaks = Peaks()
         self._draining_since: float | None = None
         self._in_use = True
         self._changed = False
@@ -226,7 +227,7 @@ class Agent:
         self._registered = True
         self._remembered = Remembered()
         self._renewed_at = time.monotonic()
-        self._report(begun=False)
+        self._report([], begun=False)
         log.info("node %s: %d devices, %d tasks", self.presence.name, len(self.devices), len(tasks))
 
     def _look(self) -> None:
@@ -260,11 +261,13 @@ class Agent:
         before, self._running = self._running, {attempt.attempt for attempt in attempts if attempt.proc}
         begun = bool(self._running - before)
         if changed or actions or begun or time.monotonic() - self._reported_at >= self._report_every_s:
-            self._report(begun=begun)
+            self._report(attempts, begun=begun)
 
-    def _report(self, *, begun: bool) -> None:
-        """Report memory; again soon if it moves, or is about to because an attempt has just begun."""
+    def _report(self, attempts: Sequence[AttemptView], *, begun: bool) -> None:
+        """Report memory, and these attempts' peaks; again soon if it moves, or is about to (``begun``)."""
         moving = self.presence.report({uuid: worker.executors for uuid, worker in self.workers.seen().items()}) or begun
+        raised = self._peaks.observe(attempts, self.presence.samples)
+        self.store.sampled([(view.task_id, view.attempt, mib) for view, mib in raised])
         longest_s = self.settings.agent.report_interval_s
         self._report_every_s = min(next_interval_s(self._report_every_s, moving=moving), longest_s)
         self._reported_at = time.monotonic()

@@ -38,7 +38,8 @@ class Presence:
         self._devices = devices
         self._probe = probe
         self._states: dict[str, str] = {}
-        self._samples: Samples = {}
+        self.samples: Samples = {}
+        """The latest ones."""
 
     def register(self, tasks: Sequence[str], signatures: Mapping[str, str]) -> None:
         """Put the node into the table; its devices take nothing until `show` says so."""
@@ -78,9 +79,9 @@ class Presence:
         True if memory has moved since the report before.
         """
         sampled_ms = self._store.server_ms()
-        before, self._samples = self._samples, self._sample()
+        before, self.samples = self.samples, self._sample()
         figures = {}
-        for uuid, found in self._samples.items():
+        for uuid, found in self.samples.items():
             if isinstance(found, DeviceFault):
                 self._note_fault(uuid, found.reason)
                 continue
@@ -91,7 +92,7 @@ class Presence:
             )
         report = MemoryReport(node=self.name, boot=self._boot, sampled_ms=sampled_ms, devices=figures)
         _unless_refused(self._store.report(report))
-        return moved(before, self._samples)
+        return moved(before, self.samples)
 
     def leave(self) -> bool:
         """Take the node out of the table; False if attempts are left there, or another boot has taken over."""

@@ -69,6 +69,7 @@ if ARGV[15] ~= '' then
   return 'refused'
 end
 
+redis.call('HSET', record, 'estimate', ARGV[17])
 tell(KEYS[3], now, 'admitted', ',"estimate":' .. ARGV[17] .. ',"run":' .. redis.call('HGET', record, 'run'))
 if ARGV[9] ~= '' then redis.call('ZADD', KEYS[11], ARGV[9], id) end
 if ARGV[8] ~= '' and tonumber(ARGV[8]) > now then

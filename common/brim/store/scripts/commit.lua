@@ -45,7 +45,8 @@ for i = 10, #KEYS do
 end
 redis.call('ZREM', KEYS[5], id)
 redis.call('HSET', record, 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8], 'placed_ms', integer(now))
-redis.call('HDEL', record, 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher')
+redis.call('HDEL', record, 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher',
+  'peak_mib', 'sampled_mib')
 redis.call('HINCRBY', record, 'attempts', 1)
 move(record, KEYS[4], 'waiting', 'placed')
 tell(KEYS[3], now, 'placed', ',"attempt":"' .. ARGV[4] .. '","node":' .. cjson.encode(ARGV[8]) .. ',"devices":"'

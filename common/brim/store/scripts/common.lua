@@ -16,6 +16,8 @@ local LIVE = { placed = true, claimed = true, running = true, finishing = true }
 local ANSWERED = { cancelled = true, expired = true, dead = true }
 local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, dead = true }
 local STORY_LENGTH = 200
+-- The latest peaks that are kept while nobody learns from them.
+local LATEST_PEAKS = 10000
 local PRIORITY_STEP = 2 ^ 47
 
 local function now_ms()
@@ -164,6 +166,24 @@ local function release(key, attempt, leftover, context, now)
   end
   process.context, process.ended = context, now
   redis.call('HSET', key, 'p:' .. held.proc, format_process(process))
+end
+
+-- Notes the peak of an attempt that is over: in its record, and for calibration, which learns from it (see
+-- brim.store.calibration). `counted` is what the frameworks in its process counted, or nothing: then the agent's samples
+-- have the word, and where they have not seen it either it stays unknown. Returns a JSON fragment for the story.
+local function note_peak(record, peaks, id, attempt, book, counted, ran_out)
+  local known = redis.call('HMGET', record, 'sampled_mib', 'estimate')
+  local peak = counted ~= '' and counted or known[1]
+  if not peak then return '' end
+  redis.call('HSET', record, 'peak_mib', peak)
+  local held = book.attempts[attempt]
+  if known[2] and held then
+    redis.call('RPUSH', peaks, '{"task_id":' .. cjson.encode(id) .. ',"gpu_model":' .. cjson.encode(book.info.model)
+      .. ',"reserved_mib":' .. integer(held.vram) .. ',"peak_mib":' .. peak .. ',"out_of_memory":'
+      .. tostring(ran_out) .. ',"estimate":' .. known[2] .. '}')
+    redis.call('LTRIM', peaks, -LATEST_PEAKS, -1)
+  end
+  return ',"peak_mib":' .. peak
 end
 
 -- The fencing check (invariant 4): true unless `epoch` is the active placement's.

@@ -1,10 +1,11 @@
 -- Ends an attempt: lease removed, reservation turned into leftover, record closed, placement woken. Exactly once.
 --
 -- KEYS  1 record  2 story  3 counts  4 changed  5 wake  6 availability  7 finished  8 expiring  9 outbox
---       10 awaited  11.. books
+--       10 awaited  11 peaks  12.. books
 -- ARGV  1 task id  2 attempt  3 outcome state (a terminal one or handed_over)  4 reason JSON or ''
 --       5 leftover MiB of the process per device, comma-separated; '' unknown (what it counts for stays until a
---         later report)  6 context MiB  7 peak MiB or ''
+--         later report)  6 context MiB
+--       7 peak MiB that frameworks have counted, '' if they have not
 -- Returns  "ended" | "promoted" (a newer run of the same id waited; it is back in its broker list) | "stale" | "unknown"
 --
 -- The broker list of a held next message is named by the record (next_list): it is one of intake's own lists.
@@ -19,8 +20,10 @@ if known[2] ~= attempt or not LIVE[state] then return 'stale' end
 local now, context = now_ms(), tonumber(ARGV[6])
 local leftovers = {}
 for amount in string.gmatch(ARGV[5], '[^,]+') do leftovers[#leftovers + 1] = tonumber(amount) end
-for i = 11, #KEYS do
-  release(KEYS[i], attempt, leftovers[i - 10], context, now)
+local ran_out = ARGV[4] ~= '' and cjson.decode(ARGV[4]).code == 'out_of_memory'
+local noted = note_peak(record, KEYS[11], id, attempt, read_book(KEYS[12]), ARGV[7], ran_out)
+for i = 12, #KEYS do
+  release(KEYS[i], attempt, leftovers[i - 11], context, now)
   refresh(KEYS[i], KEYS[6], KEYS[4], KEYS[5])
 end
 
@@ -31,15 +34,10 @@ if known[4] then
 elseif known[3] and not ANSWERED[to] then
   to, promoted = 'handed_over', true
 end
-local more = ',"attempt":"' .. attempt .. '"' .. because(reason)
-if ARGV[7] ~= '' then
-  redis.call('HSET', record, 'peak_mib', ARGV[7])
-  more = more .. ',"peak_mib":' .. ARGV[7]
-end
 redis.call('HSET', record, 'ended_ms', integer(now))
 if reason ~= '' then redis.call('HSET', record, 'reason', reason) end
 move(record, KEYS[3], state, to)
-tell(KEYS[2], now, to, more)
+tell(KEYS[2], now, to, ',"attempt":"' .. attempt .. '"' .. because(reason) .. noted)
 if to == 'handed_over' then
   hand_over(record, KEYS[10], KEYS[8], id, now)
 else

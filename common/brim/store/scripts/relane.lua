@@ -8,7 +8,7 @@ redis.call('ZREM', KEYS[3], ARGV[1])
 if known[1] ~= 'waiting' or known[2] ~= ARGV[2] then return 0 end
 local order = overflow_order(ARGV[7], tonumber(known[3]) % PRIORITY_STEP)
 redis.call('HSET', KEYS[1], 'lane', ARGV[3], 'demand', ARGV[4], 'context_mib', ARGV[5], 'priority', ARGV[7],
-  'order', order)
+  'order', order, 'estimate', ARGV[6])
 redis.call('HDEL', KEYS[1], 'reason')
 tell(KEYS[2], now_ms(), 'estimated', ',"estimate":' .. ARGV[6])
 enqueue(KEYS[1], KEYS[4], KEYS[5], KEYS[6], KEYS[7], ARGV[1])
