@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from brim.celery.envelope import Envelope, MalformedMessage, parse, split
 from brim.core.attributes import BrimHeader, EstimateError, TaskSignature
 from brim.core.model import Demand, Identity, Reason
-from brim.core.profiles import Estimate, Profile, ResourceTable, estimate, lane_of
+from brim.core.profiles import Estimate, Learned, Profile, ResourceTable, estimate, lane_of
 from brim.store.types import Admission, Peeked
 
 UNESTIMATED = "?"
@@ -24,11 +24,15 @@ NO_SIGNATURE = Reason("no_worker", "no worker has registered this task yet, so i
 
 @dataclass(frozen=True, slots=True)
 class Admitter:
-    """What admission knows: the resource table, the published signatures, and the largest message allowed."""
+    """What admission knows: the resource table, the published signatures, the largest message allowed.
+
+    ``learned``: what measured peaks have taught, by profile.
+    """
 
     table: ResourceTable
     signatures: Mapping[str, TaskSignature]
     max_message_bytes: int
+    learned: Mapping[str, Learned] = field(default_factory=dict)
 
     def assess(self, source: Peeked) -> Admission:
         """The admission of a message; one that cannot be understood is refused with the reason (requirement A1)."""
@@ -71,7 +75,8 @@ class Admitter:
         signature = self.signatures.get(task)
         if signature is None:
             return None
-        estimates = [estimate(profile, header, signature.bind(task, args, kwargs)) for args, kwargs in calls]
+        bound = [signature.bind(task, args, kwargs) for args, kwargs in calls]
+        estimates = [estimate(profile, header, call, self.learned.get(profile.name)) for call in bound]
         return max(estimates, key=lambda found: found.demand.vram_mib) if estimates else _idle(profile, header)
 
 
@@ -132,6 +137,7 @@ def explain(found: Estimate) -> dict[str, object]:
     """An estimate for a task's story; calibration learns from its ``summands``."""
     return {
         "vram_mib": found.demand.vram_mib,
+        "suggested_mib": found.suggested_mib,
         "profile": found.profile,
         "sum": str(found),
         "attributes": dict(found.attributes),

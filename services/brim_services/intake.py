@@ -20,6 +20,7 @@ from brim.store import Store
 from brim.store.types import Peeked
 
 from .admission import UNESTIMATED, Admitter
+from .learning import Learned
 from .loop import open_store, serve, stop_on_signals
 
 log = logging.getLogger("brim.intake")
@@ -71,6 +72,7 @@ class Intake:
         self.lists = layout.lists(broker.intake_queue)
         self.bells = Bells(store, self.lists, stop)
         self.signatures: dict[str, TaskSignature] = {}
+        self.learned = Learned(store)
         self._stop = stop
         self._published = False
         self._learnt_s = -math.inf
@@ -86,6 +88,7 @@ class Intake:
             self._published = True
         if time.monotonic() - self._learnt_s >= IDLE_S:
             self.learn_signatures()
+            self.learned.refresh(self.table.profiles)
             self._learnt_s = time.monotonic()
         released = self.store.release_due(self.settings.intake.batch)
         room = self.settings.intake.level1_limit - self.store.counts().get(State.WAITING, 0)
@@ -97,7 +100,7 @@ class Intake:
     def admit_batch(self, room: int) -> int:
         """Admits up to one batch of messages, at most ``room``; returns how many were looked at."""
         peeked = self.store.peek(self.lists, min(room, self.settings.intake.batch))
-        admitter = Admitter(self.table, self.signatures, self.settings.intake.max_message_bytes)
+        admitter = self._admitter()
         answers = self.store.admit([admitter.assess(message) for message in peeked])
         return len(answers)
 
@@ -111,7 +114,7 @@ class Intake:
                 self._estimate_lane(lane)
 
     def _estimate_lane(self, lane: str) -> None:
-        admitter = Admitter(self.table, self.signatures, self.settings.intake.max_message_bytes)
+        admitter = self._admitter()
         ids = self.store.lane_ids(lane, self.settings.intake.batch)
         for task_id, envelope in zip(ids, self.store.envelopes(ids), strict=True):
             if envelope is None:
@@ -122,6 +125,10 @@ class Intake:
                 self.store.close(task_id, State.DEAD, found.refusal, [State.WAITING])
             elif found.waits_for is None:
                 self.store.relane(task_id, lane, found)
+
+    def _admitter(self) -> Admitter:
+        limit = self.settings.intake.max_message_bytes
+        return Admitter(self.table, self.signatures, limit, self.learned.by_profile)
 
     def _pause_s(self) -> float:
         eta = self.store.next_eta_s()

@@ -35,6 +35,7 @@ from brim.store.types import Changes, Commit, LaneWindow, NodeView
 
 from .admission import UNESTIMATED
 from .answerer import Answerer
+from .learning import Learning
 from .loop import open_store, serve, stop_on_signals
 
 log = logging.getLogger("brim.placement")
@@ -371,6 +372,7 @@ def run(settings: Settings, *, ignore_memory: bool = False) -> None:
     store = open_store(settings, stop)
     answerer = Answerer(settings, stop)
     service = PlacementService(store, settings, planner, answerer)
-    threading.Thread(target=answerer.run, daemon=True).start()
+    for beside in (answerer, Learning(settings, stop, lambda: service.epoch)):
+        threading.Thread(target=beside.run, daemon=True).start()
     serve(service, settings, stop)
     service.resign()

@@ -26,6 +26,7 @@ from brim_services.admission import NO_SIGNATURE
 from brim_services.answerer import Answerer
 from brim_services.intake import Intake
 from brim_services.invariants import check_invariants
+from brim_services.learning import Learning
 from brim_services.loop import open_store
 from brim_services.placement import PlacementService, make_planner
 from support.celery_app import configure
@@ -402,3 +403,41 @@ def test_a_task_that_waited_for_its_signature_gets_its_priority_with_its_estimat
     pipeline.intake.learn_signatures()
     [window] = pipeline.store.snapshot(10).lanes[-1:]
     assert [task_id for task_id, _, _ in window.waiting] == [early, late]
+
+
+def test_what_tasks_truly_need_is_learned_and_reserved(pipeline: Pipeline) -> None:
+    text = "profiles:\n  t.run: {vram: 1000 * n, context_mib: 300, calibration: on}"
+    pipeline.intake.table = ResourceTable.parse(text, "table")
+    pipeline.register()
+    pipeline.intake.step()
+    learning = Learning(pipeline.settings, pipeline.stop, lambda: pipeline.placement.epoch)
+    first = pipeline.send(2)
+    pipeline.settle()
+    begun = pipeline.begin(first)
+    pipeline.store.end(first, begun.attempt, begun.devices, Outcome(State.SUCCEEDED, leftover_mib=[0], peak_mib=1100))
+    [line] = pipeline.store.client.lrange(pipeline.store.keys.peaks, 0, -1)
+    others = [json.dumps(json.loads(line) | {"task_id": f"t{number}"}) for number in range(25)]
+    pipeline.store.client.rpush(pipeline.store.keys.peaks, *others)
+
+    learning.step()
+    pipeline.intake.learned.refresh(pipeline.intake.table.profiles)
+    second = pipeline.send(2)
+    pipeline.settle()
+
+    assert pipeline.store.peaks(1) == []
+    [before, after] = [record.demand.vram_mib for record in pipeline.store.records([first, second])]
+    assert before == 2944
+    assert 1100 <= after < 1400
+
+
+def test_a_placement_that_stands_by_keeps_nothing_of_what_it_learned(pipeline: Pipeline) -> None:
+    pipeline.register()
+    task_id = pipeline.send(2)
+    pipeline.settle()
+    begun = pipeline.begin(task_id)
+    pipeline.store.end(task_id, begun.attempt, begun.devices, Outcome(State.SUCCEEDED, leftover_mib=[0], peak_mib=900))
+
+    Learning(pipeline.settings, pipeline.stop, lambda: pipeline.placement.epoch - 1).step()
+
+    assert len(pipeline.store.peaks(10)) == 1
+    assert pipeline.store.calibrations() == {}

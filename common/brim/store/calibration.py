@@ -39,3 +39,8 @@ class CalibrationSide(Base):
     def calibrations(self) -> dict[str, bytes]:
         """Profile -> what was learned about it, as JSON."""
         return {name.decode(): state for name, state in self.client.hgetall(self.keys.calibration).items()}
+
+    def calibration(self, profile: str) -> bytes | None:
+        """What was learned about one profile, as JSON."""
+        found: bytes | None = self.client.hget(self.keys.calibration, profile)
+        return found

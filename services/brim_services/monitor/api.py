@@ -16,6 +16,7 @@ from brim.store import Store
 from brim.store.types import CloseAnswer, Record
 from brim_services.admission import NO_SIGNATURE, UNESTIMATED, Admitter
 from brim_services.cancelling import cancel
+from brim_services.learning import Learned
 
 from . import results
 from .feed import Feed
@@ -64,6 +65,7 @@ class Operations:
         self.settings = settings
         self.app = app
         self.feed = feed
+        self.learned = Learned(store)
         self.desk = Desk(store, settings, app, self.admitter)
 
     def admitter(self) -> Admitter:
@@ -77,7 +79,9 @@ class Operations:
         if not table.profiles:
             raise Refused(503, Reason("no_table", "no resource table is published: intake has not run yet"))
         signatures = {name: TaskSignature.model_validate_json(text) for name, text in self.store.signatures().items()}
-        return Admitter(table, signatures, self.settings.intake.max_message_bytes)
+        self.learned.refresh(table.profiles)
+        limit = self.settings.intake.max_message_bytes
+        return Admitter(table, signatures, limit, self.learned.by_profile)
 
     def submit(self, task: Submission) -> Accepted:
         """Admits a task."""
