@@ -37,6 +37,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+profiles_app = typer.Typer(help="What the table declares, and what measured peaks suggest.", no_args_is_help=False)
+app.add_typer(profiles_app, name="profiles")
 console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -316,6 +318,44 @@ def estimate_demand(
         return
     console.print(f"{task}: profile {found.profile}")
     console.print(f"{found}")
+
+
+@profiles_app.callback(invoke_without_command=True)
+def profiles(context: typer.Context, as_json: Json = False) -> None:
+    """List profiles: declared, suggested, effective; peaks learned from, their error (peak over declared need)."""
+    from brim_services.profiles import standings, standings_table
+
+    if context.invoked_subcommand is not None:
+        return
+    settings, store = _open()
+    found = list(standings(_table(settings), store.calibrations()))
+    if as_json:
+        _print_json([standing.to_json() for standing in found])
+    else:
+        console.print(standings_table(found))
+
+
+@profiles_app.command("apply")
+def apply_suggestions(
+    names: Annotated[list[str] | None, typer.Argument(help="Profiles; by default all with a suggestion.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write suggestions into the resource table; comments and order stay."""
+    from brim_services.profiles import apply, standings
+
+    settings, store = _open()
+    found = {standing.profile.name: standing for standing in standings(_table(settings), store.calibrations())}
+    for name in names or []:
+        if name not in found or found[name].suggestion is None:
+            why = "too few peaks are known of it as it is declared now" if name in found else "the table has none"
+            raise Refusal(f"no suggestion for profile {name}: {why}")
+    changes = apply(settings.resources.table, [found[name] for name in names or found])
+    if as_json:
+        _print_json({"changes": changes})
+        return
+    for change in changes:
+        console.print(change)
+    console.print(f"{settings.resources.table}: " + ("written; restart intake to use it" if changes else "unchanged"))
 
 
 @app.command("check-config")

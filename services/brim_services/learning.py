@@ -83,9 +83,12 @@ def restored(profile: Profile, kept: bytes | None) -> Calibration:
 
 
 def teaches(peak: Peak, profiles: Mapping[str, Profile]) -> Profile | None:
-    """The profile that a peak says something about: one that learns, and was not changed since the estimate."""
+    """The profile that a peak says something about: one that learns, and was not changed since the estimate.
+
+    The memory of batched tasks is their executor's, not theirs.
+    """
     profile = profiles.get(peak.estimate.get("profile") or "")
-    if profile is None or profile.calibration == "off" or not peak.estimate["summands"]:
+    if profile is None or profile.calibration == "off" or profile.batch is not None or not peak.estimate["summands"]:
         return None
     return profile if peak.estimate["formula_id"] == profile.formula_id else None
 

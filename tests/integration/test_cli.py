@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import redis
 
+from brim.core.calibration import Calibration, Sample
 from brim.core.model import Demand, Identity, Node, Reason, State
+from brim.core.profiles import ResourceTable
 from brim.store import Store
 from brim.store.types import Admission, Commit, DeviceRegistration, NodeRegistration, Peeked
 from brim_services import cli, logs
@@ -228,3 +230,63 @@ def test_log_lines_as_json() -> None:
     line = json.loads(formatter.format(record))
 
     assert (line["level"], line["logger"], line["message"]) == ("warning", "brim.intake", "away: x")
+
+
+LEARNED_TABLE = """\
+# ours
+profiles:
+  t:            # a comment that stays
+    vram: 500 + n
+    context_mib: 300
+  u: {vram: 100}
+"""
+
+
+@pytest.fixture
+def learned(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table, and 40 peaks of tasks of ``t`` that needed 400 MiB more than it says; the table's path."""
+    path = tmp_path / "resources.yaml"
+    path.write_text(LEARNED_TABLE)
+    monkeypatch.setenv("BRIM_RESOURCES__TABLE", str(path))
+    calibration = Calibration(ResourceTable.parse(LEARNED_TABLE, "table").profiles["t"])
+    for number in range(40):
+        size = 100.0 * (1 + number % 10)
+        calibration.learn(Sample(f"{number}", "SIM", (800.0, size), 1200.0 + size))
+    store.keep_learned(1, 0, {"t": calibration.to_json()})
+    return path
+
+
+def test_profiles_tells_what_was_declared_and_what_peaks_suggest(brim: Run, learned: Path) -> None:
+    [t, u] = json.loads(brim("profiles", "--json")[1])
+
+    assert (t["profile"], t["declared"], t["effective"]) == ("t", {"vram": "500 + n", "margin": 1.3}, "declared")
+    assert t["typical_mib"]["learned"] > t["typical_mib"]["declared"] - 400
+    [model] = t["gpu_models"]
+    assert (model["gpu_model"], model["samples"], model["out_of_memory"]) == ("SIM", 40, 0)
+    assert 1.2 < model["error_p50"] < model["error_p99"] < 1.5
+    assert (u["suggested"], u["gpu_models"]) == (None, [])
+    code, out, _ = brim("profiles")
+    assert code == 0
+    for told in ("1.3 × (500 + n)", "SIM", "40", t["suggested"]["vram"][:8]):
+        assert told in out
+
+
+def test_profiles_apply_writes_the_suggestion_and_keeps_comments(brim: Run, learned: Path) -> None:
+    [suggested] = [row["suggested"] for row in json.loads(brim("profiles", "--json")[1]) if row["suggested"]]
+
+    code, out, _ = brim("profiles", "apply")
+
+    assert code == 0
+    assert "t: " in out
+    text = learned.read_text()
+    assert [text.count(part) for part in ("# ours", "# a comment that stays", "u: {vram: 100}")] == [1, 1, 1]
+    profile = ResourceTable.parse(text, "table").profiles["t"]
+    assert (str(profile.vram), profile.margin) == (suggested["vram"], suggested["margin"])
+    assert "unchanged" in brim("profiles", "apply")[1]  # nothing is known yet about the new formula
+
+
+def test_profiles_apply_refuses_what_it_has_no_suggestion_for(brim: Run, learned: Path) -> None:
+    for name, why in (("u", "too few peaks"), ("gone", "the table has none")):
+        code, _, err = brim("profiles", "apply", name)
+        assert (code, why in err) == (1, True)
+    assert learned.read_text() == LEARNED_TABLE

@@ -281,11 +281,19 @@ class Calibration:
 
     def learn(self, sample: Sample) -> None:
         """Take in what an attempt has shown; its summands are of the profile as it is now."""
-        need_mib = sum(sample.summands)
-        if len(sample.summands) != len(self.profile.vram.terms) + 1 or need_mib <= 0:
+        if len(sample.summands) != len(self.profile.vram.terms) + 1 or sum(sample.summands) <= 0:
             return
-        declared_mib = self._resident_mib + self.profile.margin * (need_mib - self._resident_mib)
-        self.learners.setdefault(sample.gpu_model, Learner()).learn(sample, declared_mib)
+        learner = self.learners.setdefault(sample.gpu_model, Learner())
+        learner.learn(sample, self.declared_mib(sample.summands))
+
+    def declared_mib(self, summands: Sequence[float]) -> float:
+        """What the table reserves for a task."""
+        return self._resident_mib + self.profile.margin * (sum(summands) - self._resident_mib)
+
+    def newest(self) -> tuple[float, ...] | None:
+        """The summands of a task that was learned from lately; None if there was none."""
+        tasks = [learner.recent[-1].summands for learner in self.learners.values() if learner.recent]
+        return tasks[-1] if tasks else None
 
     def reserve_mib(self, summands: Sequence[float], declared_mib: float, gpu_models: Sequence[str]) -> float | None:
         """The amount to reserve instead of the declared one; None while nothing speaks against that.
