@@ -208,6 +208,17 @@ def status(as_json: Json = False) -> None:
 
 
 @app.command()
+def top() -> None:
+    """Watch the cluster in the terminal: GPUs, overflow, reasons. `q` quits."""
+    from brim_services.picture import Painter
+    from brim_services.top import Top
+
+    settings, store = _open()
+    store.server_ms()  # an error is said before the screen is taken
+    Top(Painter(store, settings), address(settings.redis.url)).run()
+
+
+@app.command()
 def tasks(
     state: Annotated[State | None, typer.Option(help="Only those in this state.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,

@@ -19,9 +19,12 @@ from brim.settings import Settings
 from brim.store import Store
 from brim.store.types import Peeked
 
+from . import metrics
 from .admission import UNESTIMATED, Admitter
 from .learning import Learned
+from .logs import about
 from .loop import open_store, serve, stop_on_signals
+from .metrics import IntakeMetrics
 
 log = logging.getLogger("brim.intake")
 
@@ -71,6 +74,7 @@ class Intake:
         layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
         self.lists = layout.lists(broker.intake_queue)
         self.bells = Bells(store, self.lists, stop)
+        self.metrics = IntakeMetrics()
         self.signatures: dict[str, TaskSignature] = {}
         self.learned = Learned(store)
         self._stop = stop
@@ -101,7 +105,16 @@ class Intake:
         """Admits up to one batch of messages, at most ``room``; returns how many were looked at."""
         peeked = self.store.peek(self.lists, min(room, self.settings.intake.batch))
         admitter = self._admitter()
-        answers = self.store.admit([admitter.assess(message) for message in peeked])
+        if not peeked:
+            return 0
+        with self.metrics.batch_seconds.time():
+            admissions = [admitter.assess(message) for message in peeked]
+            answers = self.store.admit(admissions)
+        for admission, answer in zip(admissions, answers, strict=True):
+            self.metrics.messages.labels(answer).inc()
+            why = admission.refusal or admission.waits_for
+            told = f"{answer}: {why}" if why else answer
+            log.info("%s %s", admission.task, told, extra=about(admission.identity.task_id))
         return len(answers)
 
     def learn_signatures(self) -> None:
@@ -149,4 +162,6 @@ def run(settings: Settings) -> None:
     table = load_table(settings)
     store = open_store(settings, stop)
     log.info("intake: %d profiles from %s", len(table), settings.resources.table)
-    serve(Intake(store, settings, table, stop), settings, stop)
+    service = Intake(store, settings, table, stop)
+    metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.intake_port)
+    serve(service, settings, stop)

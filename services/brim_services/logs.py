@@ -1,13 +1,44 @@
-"""How services log: lines for people, or JSON lines for machines, on standard error."""
+"""How services log: lines for people, or JSON lines for machines, on standard error.
+
+A line about a task carries its id, and its attempt and device where it has them, so `grep` for an id follows one
+task through intake, placement, the agents and the workers.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 
+IDS = ("task_id", "attempt", "device", "node")
+"""What a line may be about: given as ``extra=about(...)``, fields of their own in JSON."""
+
+
+def about(
+    task_id: str = "", attempt: str | None = None, device: str | None = None, node: str | None = None
+) -> dict[str, str]:
+    """The ids of a line, for ``extra``."""
+    given = {"task_id": task_id, "attempt": attempt, "device": device, "node": node}
+    return {name: value for name, value in given.items() if value}
+
+
+def _ids(record: logging.LogRecord) -> dict[str, str]:
+    return {name: str(getattr(record, name)) for name in IDS if hasattr(record, name)}
+
+
+class Lines(logging.Formatter):
+    """One line for a person; the ids at its end."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, without a traceback."""
+        ids = "  ".join(f"{name}={value}" for name, value in _ids(record).items())
+        return super().formatMessage(record) + (f"  {ids}" if ids else "")
+
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: t (seconds), level, logger, message, error."""
+    """One JSON object a line: t (seconds), level, logger, message, ids, error."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as JSON."""
@@ -16,6 +47,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **_ids(record),
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
@@ -25,8 +57,5 @@ class JsonLines(logging.Formatter):
 def set_up(*, as_json: bool, debug: bool) -> None:
     """Log to standard error from now on."""
     handler = logging.StreamHandler()
-    if as_json:
-        handler.setFormatter(JsonLines())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(JsonLines() if as_json else Lines())
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])

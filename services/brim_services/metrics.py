@@ -100,6 +100,28 @@ class PlacementMetrics:
         )
 
 
+class AgentMetrics:
+    """What a node agent has measured and set right."""
+
+    def __init__(self) -> None:
+        self.registry = new_registry()
+        self.report_seconds = Histogram(
+            "brim_agent_report_seconds",
+            "Sampling the node's devices and publishing the report.",
+            buckets=DECISIONS_S,
+            registry=self.registry,
+        )
+        self.settled = Counter(
+            "brim_agent_attempts_settled_total",
+            "Attempts that the agent ended itself, by reason: their process, worker or message was gone.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.restarts = Counter(
+            "brim_agent_worker_restarts_total", "Workers that were ended to be started anew.", registry=self.registry
+        )
+
+
 class ClusterMetrics(Collector):
     """The cluster as the monitor sees it: its latest picture, and counts of what has ended since it started."""
 

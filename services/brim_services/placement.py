@@ -33,10 +33,13 @@ from brim.settings import PolicyChoice, Settings
 from brim.store import FencedError, Store
 from brim.store.types import Changes, Commit, LaneWindow, NodeView
 
+from . import metrics
 from .admission import UNESTIMATED
 from .answerer import Answerer
 from .learning import Learning
+from .logs import about
 from .loop import open_store, serve, stop_on_signals
+from .metrics import PlacementMetrics
 
 log = logging.getLogger("brim.placement")
 
@@ -117,6 +120,7 @@ class PlacementService:
         self.settings = settings
         self.planner = planner
         self.answerer = answerer
+        self.metrics = PlacementMetrics()
         self._token = uuid.uuid4().hex[:8]
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{self._token}"
         broker = settings.broker
@@ -174,6 +178,7 @@ class PlacementService:
             return False
         if epoch != self.epoch:
             log.info("placement is active, epoch %d", epoch)
+            self.metrics.active.set(1)
             self.epoch = epoch
             self.promises.clear()
             self.lost_touch()
@@ -185,6 +190,7 @@ class PlacementService:
         if self.epoch:
             log.warning("another placement has taken over from epoch %d: standing by", self.epoch)
         self.epoch = 0
+        self.metrics.active.set(0)
         self.answerer.active.clear()
 
     def _pause_s(self) -> float:
@@ -217,8 +223,9 @@ class PlacementService:
         """Plans and commits until a plan places nothing more, or a commit is refused and the mirror is stale."""
         while True:
             now_s = self.store.server_ms() / 1000
-            plan = self.planner.plan(self.mirror.cluster, self.mirror.waiting_lanes(), now_s, self.promises)
-            statuses = self._commit(plan)
+            with self.metrics.decision_seconds.time():
+                plan = self.planner.plan(self.mirror.cluster, self.mirror.waiting_lanes(), now_s, self.promises)
+            statuses = self._commit(plan, now_s)
             refused = "refused" in statuses
             if not refused:
                 self.promises = plan.promises
@@ -230,7 +237,7 @@ class PlacementService:
         self._recycle(plan)
         self._note_waits(plan)
 
-    def _commit(self, plan: Plan) -> set[str]:
+    def _commit(self, plan: Plan, now_s: float) -> set[str]:
         """Commits a plan's placements in one round trip; the statuses of the answers."""
         batch = [self._prepared(placement) for placement in plan.placements]
         answers = self.store.commit(
@@ -239,10 +246,16 @@ class PlacementService:
             self.settings.placement.ahead,
             ignore_memory=self.planner.settings.ignore_memory,
         )
-        for placement, answer in zip(plan.placements, answers, strict=True):
+        for placement, commit, answer in zip(plan.placements, batch, answers, strict=True):
             if answer.status == "fenced":
                 raise FencedError
+            self.metrics.commits.labels(answer.status).inc()
             if answer.status == "committed":
+                window = self.mirror.lanes[placement.lane]
+                waited_s = next(now_s - admitted_s for i, _, admitted_s in window.waiting if i == placement.task_id)
+                self.metrics.wait_seconds.labels(window.task).observe(max(0.0, waited_s))
+                ids = about(placement.task_id, commit.attempt, ",".join(placement.devices), commit.node)
+                log.info("%s placed on %s", window.task, commit.queue, extra=ids)
                 self.mirror.placed(placement)
             elif answer.status == "stale":
                 self.mirror.drop(placement.lane, placement.task_id)
@@ -372,6 +385,7 @@ def run(settings: Settings, *, ignore_memory: bool = False) -> None:
     store = open_store(settings, stop)
     answerer = Answerer(settings, stop)
     service = PlacementService(store, settings, planner, answerer)
+    metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.placement_port)
     for beside in (answerer, Learning(settings, stop, lambda: service.epoch)):
         threading.Thread(target=beside.run, daemon=True).start()
     serve(service, settings, stop)

@@ -290,3 +290,11 @@ def test_profiles_apply_refuses_what_it_has_no_suggestion_for(brim: Run, learned
         code, _, err = brim("profiles", "apply", name)
         assert (code, why in err) == (1, True)
     assert learned.read_text() == LEARNED_TABLE
+
+
+def test_log_lines_carry_the_ids_that_they_are_about() -> None:
+    record = logging.makeLogRecord({"msg": "placed", "levelname": "INFO", "name": "brim", **logs.about("t1", "1-2")})
+
+    assert logs.Lines().format(record).endswith("INFO brim: placed  task_id=t1  attempt=1-2")
+    line = json.loads(logs.JsonLines().format(record))
+    assert (line["task_id"], line["attempt"], "device" in line) == ("t1", "1-2", False)

@@ -441,3 +441,20 @@ def test_a_placement_that_stands_by_keeps_nothing_of_what_it_learned(pipeline: P
 
     assert len(pipeline.store.peaks(10)) == 1
     assert pipeline.store.calibrations() == {}
+
+
+def test_services_count_and_time_what_they_do(pipeline: Pipeline) -> None:
+    pipeline.register()
+    pipeline.send(3)
+    pipeline.send(name="t.unknown")
+    pipeline.settle()
+
+    def value(service: Intake | PlacementService, name: str, **labels: str) -> float | None:
+        return service.metrics.registry.get_sample_value(name, labels)
+
+    assert value(pipeline.intake, "brim_intake_messages_total", answer="admitted") == 1
+    assert value(pipeline.intake, "brim_intake_messages_total", answer="refused") == 1
+    assert value(pipeline.placement, "brim_wait_seconds_count", task="t.run") == 1
+    assert value(pipeline.placement, "brim_placement_commits_total", answer="committed") == 1
+    assert (value(pipeline.placement, "brim_placement_decision_seconds_count") or 0) > 0
+    assert value(pipeline.placement, "brim_placement_active") == 1

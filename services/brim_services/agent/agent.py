@@ -26,7 +26,10 @@ from brim.gpu.sampling import Peaks, next_interval_s
 from brim.settings import ConfigurationError, Problem, Settings
 from brim.store import Store
 from brim.store.connection import address, is_outage
+from brim_services import metrics
+from brim_services.logs import about
 from brim_services.loop import Pulse, open_store, patiently, stop_on_signals
+from brim_services.metrics import AgentMetrics
 from brim_services.results import Results
 from brim_services.supervise import Supervisor
 
@@ -97,6 +100,7 @@ class Agent:
         self.watch.also(bell)
         self.supervisor = Supervisor(settings.agent.log_folder)
         self.workers = Workers(self.supervisor, settings, app_name, self.watch)
+        self.metrics = AgentMetrics()
         self._registered = False
         self._remembered = Remembered()
         self._consuming: set[str] = set()
@@ -265,7 +269,9 @@ class Agent:
 
     def _report(self, attempts: Sequence[AttemptView], *, begun: bool) -> None:
         """Report memory, and these attempts' peaks; again soon if it moves, or is about to (``begun``)."""
-        moving = self.presence.report({uuid: worker.executors for uuid, worker in self.workers.seen().items()}) or begun
+        executors = {uuid: worker.executors for uuid, worker in self.workers.seen().items()}
+        with self.metrics.report_seconds.time():
+            moving = self.presence.report(executors) or begun
         raised = self._peaks.observe(attempts, self.presence.samples)
         self.store.sampled([(view.task_id, view.attempt, mib) for view, mib in raised])
         longest_s = self.settings.agent.report_interval_s
@@ -290,6 +296,7 @@ class Agent:
                 self.watch.kill(proc)
             case Restart(device, reason):
                 log.warning("device %s: its worker is started anew: %s", device, reason)
+                self.metrics.restarts.inc()
                 self.workers.kill(device)
 
     def _settle_predecessors(self, attempt: AttemptView, reason: Reason) -> None:
@@ -297,7 +304,9 @@ class Agent:
 
     def _settle(self, attempt: AttemptView, reason: Reason, *, counts: bool) -> None:
         answer = self.results.settle(attempt, reason, counts=counts)
-        log.info("task %s, attempt %s: %s: %s", attempt.task_id, attempt.attempt, reason, answer)
+        self.metrics.settled.labels(reason.code).inc()
+        ids = about(attempt.task_id, attempt.attempt, ",".join(attempt.devices))
+        log.info("%s: %s", reason, answer, extra=ids)
 
     def _forget_endings(self, sight: Sight) -> None:
         """How processes ended matters only while the books still name them."""
@@ -329,4 +338,6 @@ def run(settings: Settings, app_name: str) -> None:
         if bell.event.is_set():
             return
         check_app(app, settings, store)
-        Agent(settings, app_name, app, store, devices, probe, bell).run()
+        service = Agent(settings, app_name, app, store, devices, probe, bell)
+        metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.agent_port)
+        service.run()

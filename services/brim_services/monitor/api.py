@@ -65,7 +65,9 @@ class Operations:
         self.settings = settings
         self.app = app
         self.feed = feed
-        self.learned = Learned(store)
+        self._texts: dict[str, str] = {}
+        self._table = ResourceTable()
+        self._learned = Learned(store)
         self.desk = Desk(store, settings, app, self.admitter)
 
     def admitter(self) -> Admitter:
@@ -73,15 +75,16 @@ class Operations:
 
         Raises `Refused` (503) before intake has run.
         """
-        table = ResourceTable(
-            {name: Profile.model_validate_json(text) for name, text in self.store.published_profiles().items()}
-        )
-        if not table.profiles:
+        texts = self.store.published_profiles()
+        if not texts:
             raise Refused(503, Reason("no_table", "no resource table is published: intake has not run yet"))
+        if texts != self._texts:
+            self._texts, self._learned = texts, Learned(self.store)
+            self._table = ResourceTable({name: Profile.model_validate_json(text) for name, text in texts.items()})
+        self._learned.refresh(self._table.profiles)
         signatures = {name: TaskSignature.model_validate_json(text) for name, text in self.store.signatures().items()}
-        self.learned.refresh(table.profiles)
         limit = self.settings.intake.max_message_bytes
-        return Admitter(table, signatures, limit, self.learned.by_profile)
+        return Admitter(self._table, signatures, limit, self._learned.by_profile)
 
     def submit(self, task: Submission) -> Accepted:
         """Admits a task."""
