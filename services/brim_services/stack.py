@@ -103,10 +103,10 @@ class Stack:
             "VISION_BROKER": self.url,
         }
 
-    def start(self, say: Callable[[str], None]) -> None:
-        """Start everything and return when every worker is ready to take tasks.
+    def start(self, say: Callable[[str], None], stop: Callable[[], bool]) -> None:
+        """Start everything and return when every worker is ready to take tasks, or when ``stop()``.
 
-        Raises `ChildDied` (unless children are restarted) or `TimeoutError`, each naming the process.
+        Raises `ChildDied` or `TimeoutError`, each naming the process.
         """
         say("Redis (an embedded Valkey)")
         embedded.start(self.supervisor, self.folder / "valkey", port=self.ports.redis)
@@ -114,10 +114,14 @@ class Stack:
         for command in self._commands():
             self.supervisor.start(command)
         say("waiting for the workers")
-        self.supervisor.wait_until(self._devices_up, START_TIMEOUT_S, "the node agent registers its devices")
-        self.supervisor.wait_until(self._ordinary_up, START_TIMEOUT_S, "the ordinary worker takes tasks")
+
+        def wait(ready: Callable[[], bool], what: str) -> None:
+            self.supervisor.wait_until(lambda: stop() or ready(), START_TIMEOUT_S, what)
+
+        wait(self._devices_up, "the node agent registers its devices")
+        wait(self._ordinary_up, "the ordinary worker takes tasks")
         if self.ports.monitor:
-            self.supervisor.wait_until(self._monitor_up, START_TIMEOUT_S, "the monitor answers")
+            wait(self._monitor_up, "the monitor answers")
 
     def _commands(self) -> list[Command]:
         brim = [sys.executable, "-m", "brim_services.cli"]

@@ -155,15 +155,11 @@ class Supervisor:
         return deaths
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float, what: str) -> None:
-        """As the function of that name, polling the children meanwhile.
-
-        A child that dies and is not to be restarted ends the wait at once: `ChildDied`.
-        """
+        """As the function of that name, polling the children meanwhile; one that dies ends the wait: `ChildDied`."""
 
         def ready() -> bool:
             for death in self.poll():
-                if death.restart_in_s is None:
-                    raise ChildDied(death, self.children[death.name].last_lines())
+                raise ChildDied(death, self.children[death.name].last_lines())
             return bool(condition())
 
         wait_until(ready, timeout_s, what)

@@ -49,7 +49,7 @@ def up(settings: Settings, folder: Path, ports: Ports, *, as_json: bool) -> int:
     with termination_requested() as stop, Supervisor(folder / "logs") as supervisor:
         stack = Stack(supervisor, folder.absolute(), settings, devices_setting(), ports, backoff)
         try:
-            stack.start(lambda what: console.print(f"[dim]starting:[/] {what}", highlight=False))
+            stack.start(lambda what: console.print(f"[dim]starting:[/] {what}", highlight=False), stop)
         except (ChildDied, TimeoutError) as error:
             console.print(
                 f"[red]brim up failed:[/] {escape(str(error))}\nlogs are in {folder / 'logs'}", highlight=False

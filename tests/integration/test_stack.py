@@ -97,3 +97,16 @@ def test_up_serves_until_it_is_ended_and_takes_everything_with_it(tmp_path: Path
         process.wait(timeout=60)
 
     wait_until(lambda: not started_below(folder), 20, "every process has ended")
+
+
+@pytest.mark.timeout(120)
+def test_up_says_why_it_cannot_start(tmp_path: Path) -> None:
+    folder = tmp_path / "up"
+    argv = ("up", "--folder", str(folder), "--redis-port", "0", "--flower-port", "0")
+    with brim(tmp_path, *argv, BRIM_DEVICES="sim:many") as process:
+        out, _ = process.communicate(timeout=90)
+
+    assert process.returncode == 1
+    assert "brim up failed" in out
+    assert "BRIM_DEVICES='sim:many'" in " ".join(out.split())
+    assert started_below(folder) == []

@@ -148,6 +148,13 @@ def test_a_wait_ends_when_a_child_dies_instead(supervisor: Supervisor) -> None:
         supervisor.wait_until(lambda: False, 10, "never")
 
 
+def test_a_wait_ends_even_for_a_child_that_would_be_started_again(supervisor: Supervisor) -> None:
+    supervisor.start(Command("c", [sys.executable, "-c", "raise SystemExit('wrong setting')"], restart=Backoff()))
+
+    with pytest.raises(ChildDied, match="wrong setting"):
+        supervisor.wait_until(lambda: False, 10, "never")
+
+
 def test_a_program_that_is_not_there_says_so_in_the_log(supervisor: Supervisor) -> None:
     supervisor.start(Command("c", ["/no/such/program"]))
 
