@@ -29,7 +29,7 @@ from pydantic_settings import (
 DEFAULT_FILE = Path("configs/brim.toml")
 """Read if it exists and ``BRIM_CONFIG`` names no other file."""
 
-REDIS_SCHEMES = ("redis", "rediss", "unix")
+REDIS_SCHEMES = ("redis", "rediss", "unix", "sentinel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,18 @@ class Redis(Section):
     """The database that Celery's broker and brim share: one script must be able to reserve and push."""
 
     url: str = Field("redis://127.0.0.1:6379/0", description="address of the broker's own database")
+    sentinel_master: str = Field("", description="the master's name, if url names sentinels")
     prefix: str = Field("brim:", min_length=1, description="begins every key of brim's")
     socket_timeout_s: float = Field(10.0, gt=0, description="longest wait for an answer, in seconds")
     socket_connect_timeout_s: float = Field(3.0, gt=0, description="longest wait for a connection, in seconds")
 
     _check_url = field_validator("url")(_redis_url)
+
+    @model_validator(mode="after")
+    def _sentinels_know_a_master(self) -> Self:
+        if self.url.startswith("sentinel:") and not self.sentinel_master:
+            raise ValueError("sentinel_master must name the master that the sentinels of url watch")
+        return self
 
 
 class Broker(Section):

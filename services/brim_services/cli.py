@@ -473,16 +473,9 @@ def _queues(settings: Settings, store: Store, device_queues: list[str]) -> dict[
 
 
 def _terminate(settings: Settings, task_ids: list[str]) -> None:
-    from celery import Celery
+    from brim.celery.answers import answering_app
 
-    broker = settings.broker
-    sender = Celery(broker=settings.redis.url)  # type: ignore[no-untyped-call]
-    sender.conf.broker_transport_options = {
-        "global_keyprefix": broker.global_keyprefix,
-        "sep": broker.sep,
-        "priority_steps": list(broker.priority_steps),
-    }
-    sender.control.revoke(task_ids, terminate=True)
+    answering_app(settings).control.revoke(task_ids, terminate=True)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,14 @@ def answering_app(settings: Settings) -> Celery:
         backend=celery_url(settings.results_backend),
         set_as_current=False,
     )
+    master = {"master_name": settings.redis.sentinel_master} if settings.redis.sentinel_master else {}
     app.conf.broker_transport_options = {
         "global_keyprefix": broker.global_keyprefix,
         "sep": broker.sep,
         "priority_steps": list(broker.priority_steps),
+        **master,
     }
+    app.conf.result_backend_transport_options = master
     app.conf.update(settings.results.app_options)
     install(app, prefix=settings.redis.prefix)
     return app

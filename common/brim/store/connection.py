@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any, cast
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import redis
 from redis import exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from brim.settings import Redis
 
 OLDEST_VERSION = (6, 2)
 """LMOVE and ZADD GT; see https://redis.io/docs/latest/commands/lmove/."""
+
+SENTINEL_PORT = 26379
 
 _TEMPORARY = ("LOADING", "READONLY", "BUSY", "OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED")
 
@@ -24,16 +27,34 @@ class ServerRefused(Exception):
 
 def connect(settings: Redis) -> redis.Redis:
     """A client of the broker's database. It raises errors at once: services retry whole steps, not commands."""
-    return redis.Redis.from_url(
-        settings.url,
-        socket_timeout=settings.socket_timeout_s,
-        socket_connect_timeout=settings.socket_connect_timeout_s,
-        retry=Retry(NoBackoff(), 0),
+    timeouts = {
+        "socket_timeout": settings.socket_timeout_s,
+        "socket_connect_timeout": settings.socket_connect_timeout_s,
+    }
+    retry = Retry(NoBackoff(), 0)
+    if not settings.url.startswith("sentinel:"):
+        return redis.Redis.from_url(settings.url, retry=retry, **timeouts)
+    sentinels = [urlsplit(part) for part in settings.url.split(";")]
+    first = sentinels[0]
+    places = [(part.hostname, part.port or SENTINEL_PORT) for part in sentinels]
+    watched: Any = Sentinel(places, retry=retry, **timeouts)  # type: ignore[no-untyped-call]
+    return cast(
+        redis.Redis,
+        watched.master_for(
+            settings.sentinel_master,
+            db=int(first.path.strip("/") or 0),
+            username=first.username and unquote(first.username),
+            password=first.password and unquote(first.password),
+            retry=retry,
+            **timeouts,
+        ),
     )
 
 
 def address(url: str) -> str:
     """The address without its password, for messages."""
+    if ";" in url:
+        return ";".join(map(address, url.split(";")))
     parts = urlsplit(url)
     host = parts.hostname or ""
     where = f"{host}:{parts.port}" if parts.port else host
