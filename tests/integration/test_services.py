@@ -299,7 +299,7 @@ def test_the_grace_of_a_task_begins_anew_when_the_device_that_it_fits_goes_away(
     pipeline.settle()
     for task_id in (holder, ahead):
         pipeline.store.cancel(task_id, Reason("test", "because"))
-    assert pipeline.store.leave("large", "boot", ["GPU-L"])
+    assert pipeline.store.leave("large", "boot")
 
     pipeline.settle()
     pipeline.placement._keep_house()

@@ -360,9 +360,9 @@ def test_devices_may_begin_quarantined(cluster: Cluster) -> None:
 def test_a_node_leaves_only_when_nothing_runs_on_it(cluster: Cluster) -> None:
     cluster.admit("a")
     attempt = cluster.run("a")
-    assert not cluster.store.leave("n1", "boot", [GPU])
+    assert not cluster.store.leave("n1", "boot")
     cluster.store.end("a", attempt, [GPU], Outcome(State.FAILED, WHY))
-    assert cluster.store.leave("n1", "boot", [GPU])
+    assert cluster.store.leave("n1", "boot")
     assert cluster.store.devices() == []
 
 

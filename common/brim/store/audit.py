@@ -56,11 +56,9 @@ class AuditSide(Base):
 
     def _read_everything(self) -> _Everything:
         keys, client = self.keys, self.client
-        ids = _texts(client.zrange(keys.tasks, 0, -1))
-        uuids = _texts(client.hkeys(keys.availability))
-        lanes = _texts(client.hkeys(keys.lanes))
-        names = _texts(client.smembers(keys.nodes))
         pipeline = client.pipeline(transaction=True)
+        pipeline.zrange(keys.tasks, 0, -1).hkeys(keys.availability).hkeys(keys.lanes).smembers(keys.nodes)
+        ids, uuids, lanes, names = (_texts(found) for found in pipeline.execute())
         for task_id in ids:
             pipeline.hmget(keys.task(task_id), *RECORD)
         for uuid in uuids:

@@ -41,7 +41,7 @@ class NodeSide(Base):
         info = {"labels": node.labels, "cpus": node.cpus, "ram_mib": node.ram_mib, "devices": infos}
         answer = b"moved"
         while answer == b"moved":
-            gone = self._devices_of(node.name) - {d.uuid for d in registration.devices}
+            gone = sorted(self._devices_of(node.name) - {d.uuid for d in registration.devices})
             answer = self.runner.run(
                 "register",
                 [
@@ -103,8 +103,9 @@ class NodeSide(Base):
         names = [keys.book(uuid), keys.availability, keys.changed, keys.wake]
         return bool(self.runner.run("process_gone", names, [proc]))
 
-    def leave(self, node: str, boot: str, uuids: Sequence[str]) -> bool:
+    def leave(self, node: str, boot: str) -> bool:
         """Takes a drained node out of the table; False if attempts are left or another boot has taken over."""
+        uuids = sorted(self._devices_of(node))
         keys = self.keys
         names = [keys.node(node), keys.nodes, keys.availability, keys.changed, keys.wake]
         names += [keys.book(uuid) for uuid in uuids]

@@ -158,7 +158,7 @@ class PlacementSide(Base):
         keys = self.keys
         names = [keys.leader, keys.node(node.node.name), keys.availability, keys.changed, keys.wake]
         names += [keys.book(uuid) for uuid in node.devices]
-        answer = int(self.runner.run("lose_node", names, [epoch, round(lease_timeout_s * 1000)]))
+        answer = int(self.runner.run("lose_node", names, [epoch, round(lease_timeout_s * 1000), node.node.name]))
         if answer < 0:
             raise FencedError
         return answer == 1

@@ -96,7 +96,7 @@ class Presence:
 
     def leave(self) -> bool:
         """Take the node out of the table; False if attempts are left there, or another boot has taken over."""
-        return self._store.leave(self.name, self._boot, self.uuids)
+        return self._store.leave(self.name, self._boot)
 
     def _sample(self) -> Samples:
         try:

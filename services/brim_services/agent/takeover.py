@@ -85,7 +85,7 @@ def _clear(store: Store, view: NodeView, settle: Settle) -> None:
     reason = Reason("agent_died", f"the agent of node {name} ended, and its executors with it")
     for attempt in attempts:
         settle(attempt, reason)
-    store.leave(name, view.boot, view.devices)
+    store.leave(name, view.boot)
 
 
 def _lives(store: Store, view: NodeView, lease_timeout_s: float) -> bool:

@@ -133,6 +133,12 @@ local function read_book(key)
   return book
 end
 
+-- Whether a device is one of this node's; another node may have registered it since, or it may be gone.
+local function is_of(key, node)
+  local info = redis.call('HGET', key, 'info')
+  return info and cjson.decode(info).node == node
+end
+
 -- Rewrites the device's entry in the availability table from its book, and tells placement if it changed.
 local function refresh(key, availability, changes, wake)
   local book = read_book(key)

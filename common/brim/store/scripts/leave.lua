@@ -5,12 +5,14 @@
 
 if redis.call('HGET', KEYS[1], 'boot') ~= ARGV[2] then return 0 end
 for i = 6, #KEYS do
-  if next(read_book(KEYS[i]).attempts) then return 0 end
+  if is_of(KEYS[i], ARGV[1]) and next(read_book(KEYS[i]).attempts) then return 0 end
 end
 for i = 6, #KEYS do
-  redis.call('DEL', KEYS[i])
-  redis.call('HDEL', KEYS[3], ARGV[i - 3])
-  changed(KEYS[4], KEYS[5], 'd:' .. ARGV[i - 3])
+  if is_of(KEYS[i], ARGV[1]) then
+    redis.call('DEL', KEYS[i])
+    redis.call('HDEL', KEYS[3], ARGV[i - 3])
+    changed(KEYS[4], KEYS[5], 'd:' .. ARGV[i - 3])
+  end
 end
 redis.call('DEL', KEYS[1])
 redis.call('SREM', KEYS[2], ARGV[1])
