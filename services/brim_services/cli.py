@@ -21,7 +21,7 @@ from rich.text import Text
 
 from brim.core.attributes import BrimHeader, EstimateError
 from brim.core.model import Reason, State, canonical
-from brim.core.profiles import ResourceTable, TableError, estimate
+from brim.core.profiles import TableError, estimate
 from brim.gpu.probe import NodeFault
 from brim.settings import ConfigurationError, PolicyChoice, Settings
 from brim.store import Store
@@ -29,6 +29,7 @@ from brim.store.connection import ServerRefused, address, connect
 from brim.store.types import CloseAnswer
 from brim_services import logs
 from brim_services.dashboard import Snapshot, render, story_lines, task_table
+from brim_services.resources import load_table
 from brim_services.waits import explained
 
 app = typer.Typer(
@@ -316,7 +317,7 @@ def estimate_demand(
     as_json: Json = False,
 ) -> None:
     """Show how much memory a task would reserve, and why."""
-    table = _table(_settings())
+    table = load_table(_settings())
     profile = table.profile(task)
     if profile is None:
         raise Refusal(f"no profile for {task}; the table has: {', '.join(row.name for row in table)}")
@@ -339,7 +340,7 @@ def profiles(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     settings, store = _open()
-    found = list(standings(_table(settings), store.calibrations()))
+    found = list(standings(load_table(settings), store.calibrations()))
     if as_json:
         _print_json([standing.to_json() for standing in found])
     else:
@@ -355,7 +356,7 @@ def apply_suggestions(
     from brim_services.profiles import apply, standings
 
     settings, store = _open()
-    found = {standing.profile.name: standing for standing in standings(_table(settings), store.calibrations())}
+    found = {standing.profile.name: standing for standing in standings(load_table(settings), store.calibrations())}
     for name in names or []:
         if name not in found or found[name].suggestion is None:
             why = "too few peaks are known of it as it is declared now" if name in found else "the table has none"
@@ -374,7 +375,7 @@ def check_config(as_json: Json = False) -> None:
     """Validate the settings, the resource table and the placement policy."""
     checked, problems = ["settings"], list[str]()
     settings = _settings()
-    for path, load in ((settings.resources.table, _table), (settings.placement.policy_file, _policy)):
+    for path, load in ((settings.resources.table, load_table), (settings.placement.policy_file, _policy)):
         try:
             load(settings)
             checked.append(str(path))
@@ -425,11 +426,6 @@ def _settings() -> Settings:
 def _open() -> tuple[Settings, Store]:
     settings = _settings()
     return settings, Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
-
-
-def _table(settings: Settings) -> ResourceTable:
-    path = settings.resources.table
-    return ResourceTable.parse(path.read_text(), str(path))
 
 
 def _policy(settings: Settings) -> PolicyChoice:

@@ -26,6 +26,7 @@ from brim.store import Store
 from brim.store.connection import ServerRefused, address, check_server, connect
 
 from .agent.app import check_app, load_app
+from .resources import load_table
 
 MOST_SKEW_S = 2.0
 """A producer's ``expires`` and ``eta`` are meant by its own clock and judged by the server's."""
@@ -154,7 +155,7 @@ def _table(settings: Settings, findings: list[Finding]) -> ResourceTable:
     path = settings.resources.table
     try:
         PolicyChoice.load(settings.placement.policy_file)
-        table = ResourceTable.parse(path.read_text(), str(path))
+        table = load_table(settings)
     except (ConfigurationError, TableError) as error:
         findings += [Finding(Level.FAULT, "table", str(problem)) for problem in error.problems]
     except OSError as error:

@@ -25,6 +25,7 @@ from .learning import Learned
 from .logs import about
 from .loop import open_store, serve, stop_on_signals
 from .metrics import IntakeMetrics
+from .resources import load_table
 
 log = logging.getLogger("brim.intake")
 
@@ -148,12 +149,6 @@ class Intake:
         if eta is None:
             return IDLE_S
         return min(IDLE_S, max(0.0, eta - self.store.server_ms() / 1000))
-
-
-def load_table(settings: Settings) -> ResourceTable:
-    """The resource table that the settings name. Raises ``TableError`` or ``OSError``."""
-    path = settings.resources.table
-    return ResourceTable.parse(path.read_text(), str(path))
 
 
 def run(settings: Settings) -> None:
