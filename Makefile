@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo up test test-large test-compose check bench-calibration bench-sampling constraints clean
+.PHONY: help setup demo up test test-large test-compose test-ui check bench-calibration bench-sampling constraints clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16

@@ -125,13 +125,6 @@ def rejected(side: Side) -> Any:
     return [notes, side.notes(result.id, 1), result.state]
 
 
-@case("rate_limit: tasks are spread over time")
-def rate_limited(side: Side) -> Any:
-    begun_s = time.monotonic()
-    values = [seen(result)["value"] for result in [side.task("rated").delay(i) for i in range(12)]]
-    return [values, time.monotonic() - begun_s > 0.3]
-
-
 @case("soft_time_limit: caught by the task")
 def soft_limit_caught(side: Side) -> Any:
     return seen(side.task("soft").delay(True))

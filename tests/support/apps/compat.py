@@ -169,10 +169,6 @@ def register(app: Celery) -> None:
         note(self.request.id, "run")
         raise Reject("unwanted", requeue=False)
 
-    @task("compat.rated", rate_limit="20/s")
-    def rated(x: int) -> int:
-        return x
-
     @task("compat.soft", soft_time_limit=0.3)
     def soft(catch: bool) -> str:
         try:
