@@ -171,6 +171,9 @@ class Agent(Section):
     labels: dict[str, str] = Field(default_factory=dict, description="labels that tasks may ask for")
     executors_per_gpu: int = Field(4, gt=0, description="pool processes of each GPU's worker")
     headroom_mib: int = Field(512, ge=0, description="memory of a device that is never given away, in MiB")
+    guard_tolerance: float = Field(
+        0.1, ge=0, description="share of its reservation by which a guarded attempt may outgrow it"
+    )
     report_interval_s: float = Field(1.0, gt=0, le=1.0, description="between two memory reports, in seconds")
     quarantine_xids: tuple[int, ...] = Field(
         (48, 74, 79, 95, 119, 120, 140),
@@ -183,6 +186,15 @@ class Agent(Section):
         0.5, gt=0, description="pause before a dead worker is started again, doubled each time, in seconds"
     )
     restart_backoff_max_s: float = Field(30.0, gt=0, description="longest such pause, in seconds")
+
+
+class Executor(Section):
+    """The pool processes that run tasks."""
+
+    recycle: Literal["never", "after_task", "when_needed"] = Field(
+        "when_needed",
+        description="replace an executor to get its leftover back: never, after_task, when_needed",
+    )
 
 
 class Token(Section):
@@ -231,6 +243,7 @@ class Settings(BaseSettings):
     intake: Intake = Intake()
     placement: Placement = Placement()
     agent: Agent = Agent()
+    executor: Executor = Executor()
     monitor: Monitor = Monitor()
     metrics: Metrics = Metrics()
     health: Health = Health()

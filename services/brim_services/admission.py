@@ -143,6 +143,7 @@ def explain(found: Estimate) -> dict[str, object]:
         "attributes": dict(found.attributes),
         "summands": list(found.summands),
         "formula_id": found.formula_id,
+        "guard": found.guard,
     }
 
 

@@ -88,7 +88,12 @@ def teaches(peak: Peak, profiles: Mapping[str, Profile]) -> Profile | None:
     The memory of batched tasks is their executor's, not theirs.
     """
     profile = profiles.get(peak.estimate.get("profile") or "")
-    if profile is None or profile.calibration == "off" or profile.batch is not None or not peak.estimate["summands"]:
+    if (
+        profile is None
+        or profile.calibration == "off"
+        or profile.batch is not None
+        or not peak.estimate.get("summands")
+    ):
         return None
     return profile if peak.estimate["formula_id"] == profile.formula_id else None
 

@@ -285,6 +285,8 @@ class PlacementService:
 
     def _recycle(self, plan: Plan) -> None:
         """Has idle executors replaced whose leftover alone keeps a lane's head from starting."""
+        if self.settings.executor.recycle != "when_needed":
+            return
         for uuid_ in plan.recycle:
             device = self.mirror.cluster.device(uuid_)
             assert device is not None

@@ -68,6 +68,7 @@ class Bench:
         self.store = Store(self.client, f"{self.namespace}brim:")
         self.app = configure(Celery("producer", set_as_current=False), self.url, self.namespace)
         self.agents: list[AgentProcess] = []
+        self.services: list[AgentProcess] = []
         self.epoch, _ = self.store.elect("test", 3600)
         self._numbers = itertools.count(1)
 
@@ -96,19 +97,25 @@ class Bench:
 
     def start(self, app: str = APP, **more: str) -> AgentProcess:
         """Start an agent; it is killed with the bench."""
-        log_path = self.folder / f"agent{len(self.agents)}.log"
-        command = [sys.executable, "-m", "brim_services.cli", "worker", "-A", app]
+        self.agents.append(self._launch(f"agent{len(self.agents)}", ["worker", "-A", app], more))
+        return self.agents[-1]
+
+    def service(self, name: str) -> None:
+        """Start ``brim intake`` or ``brim placement``; it is killed with the bench."""
+        self.services.append(self._launch(name, [name], {}))
+
+    def _launch(self, name: str, arguments: list[str], more: Mapping[str, str]) -> AgentProcess:
+        log_path = self.folder / f"{name}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "brim_services.cli", *arguments],
                 env={**self.environment, **more},
                 cwd=self.folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.agents.append(AgentProcess(process, log_path))
-        return self.agents[-1]
+        return AgentProcess(process, log_path)
 
     def serve(self, **more: str) -> AgentProcess:
         """Start an agent and wait until its devices take tasks."""
@@ -124,7 +131,7 @@ class Bench:
 
     def close(self) -> None:
         """Kill what still runs."""
-        for agent in self.agents:
+        for agent in (*self.agents, *self.services):
             if agent.process.poll() is None:
                 agent.process.kill()
             agent.process.wait()
@@ -134,7 +141,7 @@ class Bench:
     def processes(self) -> dict[int, str]:
         """Living processes of this bench, agents excluded: pid -> command line."""
         mark = f"{NAMESPACE_ENV}={self.namespace}".encode()
-        agents = {agent.process.pid for agent in self.agents}
+        agents = {agent.process.pid for agent in (*self.agents, *self.services)}
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) in agents:
@@ -154,13 +161,13 @@ class Bench:
 
     # -- intake and placement, played by the test ------------------------------------------------------------
 
-    def admit(self, task: str = "device.hold", vram_mib: int = 1000, **kwargs: Any) -> str:
+    def admit(self, task: str = "device.hold", vram_mib: int = 1000, guard: str = "off", **kwargs: Any) -> str:
         """Publish a task and admit it; its id."""
         task_id = str(self.app.send_task(task, kwargs=kwargs, queue="brim.intake").id)
-        assert self.admit_all(vram_mib)[task_id] is AdmitAnswer.ADMITTED
+        assert self.admit_all(vram_mib, guard)[task_id] is AdmitAnswer.ADMITTED
         return task_id
 
-    def admit_all(self, vram_mib: int = 1000) -> dict[str, AdmitAnswer]:
+    def admit_all(self, vram_mib: int = 1000, guard: str = "off") -> dict[str, AdmitAnswer]:
         """Admit what lies in the intake queue: id -> answer."""
         answers = {}
         for peeked in self.store.peek([f"{self.namespace}brim.intake"], 100):
@@ -176,6 +183,7 @@ class Bench:
                 prepared.head,
                 prepared.tail,
                 own_attempt=message.is_redelivery,
+                explanation={"guard": guard},
             )
             answers[message.identity.task_id] = self.store.admit([admission])[0]
         return answers

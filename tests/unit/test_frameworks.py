@@ -66,6 +66,10 @@ class FakeCuda:
     def get_device_properties(self, device):
         return SimpleNamespace(total_memory=self.total_mib * MIB)
 
+    def empty_cache(self):
+        for pool in self.pools:
+            pool.reserved = pool.allocated
+
     def set_per_process_memory_fraction(self, share, device):
         self.shares[device] = share
 

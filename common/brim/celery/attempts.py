@@ -57,6 +57,11 @@ class Attempts:
         """An executor is about to run the task."""
         return self._patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc))
 
+    def limit_mib(self, task_id: str, attempt: AttemptHeader) -> int | None:
+        """What frameworks may hold beside the context during this attempt; None where its profile does not guard it."""
+        guard = self._patiently(lambda: self.store.guard(task_id))
+        return None if guard == "off" else max(1, attempt.vram_mib - attempt.context_mib)
+
     def finish(self, task_id: str, attempt: AttemptHeader, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:
         """The finish claim: only who is granted it may publish anything about the task."""
         return self._patiently(lambda: self.store.finish(task_id, attempt.attempt, proc, left_to_main=left_to_main))

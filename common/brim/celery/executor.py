@@ -174,6 +174,7 @@ class Executor:
             if answer is not ClaimAnswer.GRANTED:
                 return _ignored(refusal(attempt, uuid, "run", answer))
             frameworks.begin()
+            frameworks.limit(self._attempts.limit_mib(uuid, attempt))
             token = _current.set(execution)
             try:
                 traced_outcome = trace(uuid, args, kwargs, request)

@@ -83,6 +83,8 @@ def _or_exit(handler: Callable[..., None]) -> Callable[..., None]:
 def _on_configured(identity: WorkerIdentity, conf: Any, **_: Any) -> None:
     """Settings of the worker, whatever the user's app says; its pool processes get them as well."""
     queue = identity.queue
+    if Settings.load().executor.recycle == "after_task":
+        conf.worker_max_tasks_per_child = 1
     conf.update(
         worker_proc_alive_timeout=max(conf.worker_proc_alive_timeout or 0.0, CHILD_START_S),
         worker_cancel_long_running_tasks_on_connection_loss=False,

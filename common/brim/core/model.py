@@ -143,6 +143,8 @@ class AttemptView:
     claimed_s: float | None
     lane: str
     context_mib: int
+    guard: str = "off"
+    """Whether it is held to its reservation, as its profile says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,8 @@ class ProfileDefaults(BaseModel):
     """A demand above this is refused: the guard against absurd attributes."""
     calibration: Annotated[Literal["off", "suggest", "on"], BeforeValidator(_unquoted_switch)] = "suggest"
     """Whether measured peaks are learned from (``suggest``) and what they teach is reserved (``on``)."""
+    guard: Annotated[Literal["off", "soft", "hard"], BeforeValidator(_unquoted_switch)] = "off"
+    """Whether frameworks hold a task to its reservation (``soft``) and the agent ends one that endangers others."""
 
 
 class BatchProfile(BaseModel):
@@ -353,6 +355,7 @@ class Estimate:
     parts: tuple[Part, ...]
     summands: tuple[float, ...]
     formula_id: str
+    guard: str
     suggested_mib: int | None
     attributes: Mapping[str, float | str]
 
@@ -417,6 +420,7 @@ def estimate(
         parts=parts,
         summands=summands,
         formula_id=profile.formula_id if profile else "",
+        guard=row.guard,
         suggested_mib=suggested_mib,
         attributes=attributes,
     )

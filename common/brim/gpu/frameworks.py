@@ -56,7 +56,8 @@ def pool() -> Pool:
 def limit(mib: int | None) -> None:
     """Makes every loaded framework refuse more than that many MiB beside the context; None lifts the limits.
 
-    A framework that this process loads later is not limited.
+    Before it is limited, a pool gives back what earlier attempts left in it. A framework that this process loads
+    later is not limited.
     """
     _ask_each(lambda framework: framework.limit(mib))
 
@@ -126,6 +127,8 @@ class _Torch:
 
     def _apply_limit(self) -> None:
         cuda = _loaded(self.module).cuda
+        if self._limit_mib is not None:
+            cuda.empty_cache()
         for device in range(cuda.device_count()):
             total = cuda.get_device_properties(device).total_memory
             share = 1.0 if self._limit_mib is None else min(1.0, self._limit_mib * _MIB / total)
@@ -190,6 +193,8 @@ class _Simulated:
     def limit(self, mib: int | None) -> None:
         simulated = _loaded(self.module)
         for uuid in simulated.visible():
+            if mib is not None:
+                simulated.empty_cache(uuid)
             simulated.set_limit(mib, uuid)
 
 

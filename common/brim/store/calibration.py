@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
+from brim.core.model import Reason
+
 from .base import Base, FencedError
+from .codec import dump, guard_of
 from .runner import Arg, Call
 from .types import Peak
 
@@ -16,6 +19,14 @@ class CalibrationSide(Base):
     def sampled(self, peaks: Iterable[tuple[str, str, int]]) -> None:
         """Notes the most memory (MiB) that samples have shown so far of live attempts: (task id, attempt, MiB)."""
         self.runner.run_many([Call("sampled", [self.keys.task(i)], [attempt, mib]) for i, attempt, mib in peaks])
+
+    def outgrown(self, task_id: str, attempt: str, reason: Reason) -> None:
+        """Tells in its task's story that a live attempt uses more than is reserved for it."""
+        self.runner.run("outgrown", [self.keys.task(task_id), self.keys.story(task_id)], [attempt, dump(reason)])
+
+    def guard(self, task_id: str) -> str:
+        """How a task is held to its reservation: ``off``, ``soft`` or ``hard``."""
+        return guard_of(self.client.hget(self.keys.task(task_id), "estimate"))
 
     def peaks(self, limit: int) -> list[Peak]:
         """The oldest peaks that nobody has learned from."""

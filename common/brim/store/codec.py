@@ -35,6 +35,11 @@ def milliseconds(value: float | None) -> str:
     return "" if value is None else str(round(value * 1000))
 
 
+def guard_of(estimate: bytes | None) -> str:
+    """How a task is held to its reservation, by its record's estimate."""
+    return str(json.loads(estimate).get("guard", "off")) if estimate else "off"
+
+
 def admitted_s(order: float) -> float:
     """When a task with this overflow order was admitted."""
     return (order % PRIORITY_STEP) / 100_000 + EPOCH_S

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from brim.core.model import AttemptView, State
 
 from .base import Base
-from .codec import dump, seconds
+from .codec import dump, guard_of, seconds
 from .types import MemoryReport, NodeRegistration
 
 
@@ -130,13 +130,13 @@ class NodeSide(Base):
         return self._views(bound), processes
 
     def _views(self, bound: dict[str, tuple[str, str, int]]) -> list[AttemptView]:
-        fields = ("attempt", "state", "boot", "devices", "placed_ms", "claimed_ms", "lane", "context_mib")
+        fields = ("attempt", "state", "boot", "devices", "placed_ms", "claimed_ms", "lane", "context_mib", "estimate")
         pipeline = self.client.pipeline(transaction=False)
         for task_id, _, _ in bound.values():
             pipeline.hmget(self.keys.task(task_id), *fields)
         views = []
         for (attempt, (task_id, proc, vram)), record in zip(bound.items(), pipeline.execute(), strict=True):
-            owner, state, boot, devices, placed, claimed, lane, context = record
+            owner, state, boot, devices, placed, claimed, lane, context, estimate = record
             if owner is None or owner.decode() != attempt:
                 continue  # ended between the two reads
             views.append(
@@ -152,6 +152,7 @@ class NodeSide(Base):
                     seconds(claimed),
                     lane.decode(),
                     int(context or 0),
+                    guard_of(estimate),
                 )
             )
         return views

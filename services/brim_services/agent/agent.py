@@ -21,6 +21,7 @@ from brim.celery.agent_link import Event, Listener
 from brim.celery.plugin import registration
 from brim.core.model import AttemptView, Reason
 from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Sight, decide
+from brim.gpu.guard import excesses
 from brim.gpu.probe import DeviceInfo, Probe, open_probe
 from brim.gpu.sampling import Peaks, next_interval_s
 from brim.settings import ConfigurationError, Problem, Settings
@@ -106,6 +107,7 @@ class Agent:
         self._consuming: set[str] = set()
         self._running: set[str] = set()
         self._peaks = Peaks()
+        self._outgrown: set[str] = set()
         self._draining_since: float | None = None
         self._in_use = True
         self._changed = False
@@ -266,6 +268,7 @@ class Agent:
         begun = bool(self._running - before)
         if changed or actions or begun or time.monotonic() - self._reported_at >= self._report_every_s:
             self._report(attempts, begun=begun)
+            self._guard(attempts)
 
     def _report(self, attempts: Sequence[AttemptView], *, begun: bool) -> None:
         """Report memory, and these attempts' peaks; again soon if it moves, or is about to (``begun``)."""
@@ -277,6 +280,19 @@ class Agent:
         longest_s = self.settings.agent.report_interval_s
         self._report_every_s = min(next_interval_s(self._report_every_s, moving=moving), longest_s)
         self._reported_at = time.monotonic()
+
+    def _guard(self, attempts: Sequence[AttemptView]) -> None:
+        """Warn of attempts that have outgrown their reservation, and end those that endanger others."""
+        found = excesses(attempts, self.presence.samples, self.settings.agent.guard_tolerance)
+        for excess in found:
+            attempt = excess.attempt
+            if excess.ends:
+                self._settle(attempt, excess.reason, counts=True)
+                self.watch.kill(attempt.proc)
+            elif attempt.attempt not in self._outgrown:
+                log.warning("task %s, attempt %s: %s", attempt.task_id, attempt.attempt, excess.reason)
+                self.store.outgrown(attempt.task_id, attempt.attempt, excess.reason)
+        self._outgrown = {excess.attempt.attempt for excess in found}
 
     def _state(self, uuid: str, ready: bool) -> str:
         if self._draining_since is not None:

@@ -28,6 +28,18 @@ def hold(self: Task[Any, Any], *, mib: int = 500, until: str = "", seconds: floa
     return {"pid": os.getpid(), "device": os.environ["BRIM_DEVICE"], "attempt": self.request.brim["attempt"]}
 
 
+@app.task(name="device.creep", shared=False)
+def creep(*, mib: int, until: str, step: int = 200, outside: bool = False) -> int:
+    """Take memory in steps, ``outside`` of every framework's pool if so, and keep it until the file exists."""
+    with simulated.hold(os.environ["BRIM_DEVICE"], 1) if outside else simulated.allocate(1) as block:
+        for size in range(step, mib + 1, step):
+            block.resize(size)
+            time.sleep(0.1)
+        while not Path(until).exists():
+            time.sleep(0.02)
+    return mib
+
+
 @app.task(name="device.end_process", shared=False)
 def end_process(*, code: int) -> None:
     """End the executor."""
