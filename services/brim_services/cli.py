@@ -370,6 +370,42 @@ def apply_suggestions(
     console.print(f"{settings.resources.table}: " + ("written; restart intake to use it" if changes else "unchanged"))
 
 
+@app.command("profile")
+def profile_task(
+    task: Annotated[str, typer.Argument(help="The task's name.")],
+    celery_app: Annotated[str, typer.Option("-A", "--app", help="The Celery app, as for `celery -A`.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="After --: the call's arguments, by position or as NAME=VALUE.")
+    ] = None,
+    vary: Annotated[
+        list[str] | None, typer.Option(help="An argument and its values, as width=512,1024,2048; repeat it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a task alone on an idle GPU, once for each size, and print its row of the resource table.
+
+    It does what the task does: choose arguments that may be run.
+    """
+    from brim_services.measure import CannotMeasure, calls, measure, row
+
+    named = dict(_attribute(text) for text in arguments or [] if _is_named(text))
+    positional = [_value(text) for text in arguments or [] if not _is_named(text)]
+    varied = {name: [_value(value) for value in str(values).split(",")] for name, values in map(_pair, vary or [])}
+    try:
+        wanted = list(calls(positional, named, varied))
+        measured = measure(celery_app, task, wanted, os.environ.get("BRIM_DEVICES"))
+        found = row(celery_app, task, measured)
+    except (CannotMeasure, EstimateError) as error:
+        raise Refusal(str(error)) from error
+    if as_json:
+        _print_json({"measured": [canonical(one) for one in measured], "row": found})
+        return
+    for one in measured:
+        context = "" if one.context_mib is None else f", {one.context_mib} of them its context"
+        console.print(f"# {dict(one.call.kwargs)}: {one.peak_mib} MiB{context}")
+    console.print(found)
+
+
 @app.command("check-config")
 def check_config(as_json: Json = False) -> None:
     """Validate the settings, the resource table and the placement policy."""
@@ -438,15 +474,29 @@ def _print_json(value: Any) -> None:
 
 def _attribute(text: str) -> tuple[str, Any]:
     """``width=4096``: a number, true or false, else a text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise Refusal(f"--attr {text}: an attribute is given as NAME=VALUE")
+    name, value = _pair(text)
+    return name, _value(value)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    if not _is_named(text):
+        raise Refusal(f"{text}: give it as NAME=VALUE")
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def _is_named(text: str) -> bool:
+    name, equals, _ = text.partition("=")
+    return bool(equals) and name.isidentifier()
+
+
+def _value(text: str) -> Any:
     for read in (int, float, {"true": True, "false": False}.__getitem__):
         try:
-            return name, read(value)
+            return read(text)
         except (ValueError, KeyError):
             continue
-    return name, value
+    return text
 
 
 def _lanes(store: Store, depths: Mapping[str, int]) -> list[dict[str, Any]]:

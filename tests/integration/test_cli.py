@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -316,3 +317,29 @@ def test_log_lines_carry_the_ids_that_they_are_about() -> None:
     assert logs.Lines().format(record).endswith("INFO brim: placed  task_id=t1  attempt=1-2")
     line = json.loads(logs.JsonLines().format(record))
     assert (line["task_id"], line["attempt"], "device" in line) == ("t1", "1-2", False)
+
+
+def test_profile_measures_a_task_at_several_sizes_and_prints_its_row(
+    brim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(root / part) for part in ("common", "services", "tests")))
+    monkeypatch.setenv("BRIM_DEVICES", "sim:1x24GiB")
+    monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path))
+
+    code, out, err = brim("profile", "keep", "-A", "support.apps.gpu", "--vary", "mib=500,2000")
+
+    assert (code, err) == (0, "")
+    row = out[out.index("  keep:") :]
+    profile = ResourceTable.parse(f"profiles:\n{row}", "row").profiles["keep"]
+    assert (profile.context_mib, str(profile.vram)) == (300, "1 * mib")
+    assert "{'mib': 2000}: 2300 MiB, 300 of them its context" in out
+
+    for arguments, why in (
+        (["keep", "-A", "support.apps.gpu", "--", "30000"], "out of memory"),
+        (["fail", "-A", "support.apps.gpu"], "ValueError: on purpose"),
+        (["add", "-A", "support.apps.gpu", "--", "1", "2"], "used no device memory"),
+        (["gone", "-A", "support.apps.gpu"], "has no task gone"),
+    ):
+        code, _, err = brim("profile", *arguments)
+        assert (code, why in err) == (1, True), err
