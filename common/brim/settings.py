@@ -127,6 +127,10 @@ class Intake(Section):
         100_000, gt=0, description="most tasks waiting in overflow; beyond it messages stay in the broker"
     )
     max_message_bytes: int = Field(4_194_304, gt=0, description="larger messages are dead-lettered, in bytes")
+    unknown: Literal["reject", "exclusive", "learn"] = Field(
+        "reject",
+        description="tasks without a profile: refused, or given a whole GPU, or that until their peaks are known",
+    )
     unfit_grace_s: float = Field(
         300.0,
         ge=0,

@@ -6,14 +6,14 @@ Pure: what it decides depends on its arguments alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from brim.celery.envelope import Envelope, MalformedMessage, parse, split
 from brim.core.attributes import BrimHeader, EstimateError, TaskSignature
-from brim.core.model import Demand, Identity, Reason
-from brim.core.profiles import Estimate, Learned, Profile, ResourceTable, estimate, lane_of
+from brim.core.model import Demand, Device, Identity, Reason
+from brim.core.profiles import Estimate, Learned, Profile, ResourceTable, estimate, lane_of, stand_in
 from brim.store.types import Admission, Peeked
 
 UNESTIMATED = "?"
@@ -26,13 +26,16 @@ NO_SIGNATURE = Reason("no_worker", "no worker has registered this task yet, so i
 class Admitter:
     """What admission knows: the resource table, the published signatures, the largest message allowed.
 
-    ``learned``: what measured peaks have taught, by profile.
+    ``learned``: what measured peaks have taught, by profile. ``unknown``: what becomes of tasks without a profile.
+    ``gpu_mib``: what the largest GPU can give away, 0 while none is known.
     """
 
     table: ResourceTable
     signatures: Mapping[str, TaskSignature]
     max_message_bytes: int
     learned: Mapping[str, Learned] = field(default_factory=dict)
+    unknown: Literal["reject", "exclusive", "learn"] = "reject"
+    gpu_mib: int = 0
 
     def assess(self, source: Peeked) -> Admission:
         """The admission of a message; one that cannot be understood is refused with the reason (requirement A1)."""
@@ -70,6 +73,10 @@ class Admitter:
         profile = self.table.profile(task)
         if profile is None and task == CHORD_UNLOCK and header.vram_mib is None:
             header = header.model_copy(update={"vram_mib": 1})
+        if profile is None and header.vram_mib is None and self.unknown != "reject":
+            if not self.gpu_mib:
+                return None
+            profile = self.stand_in(task)
         if profile is None or header.vram_mib is not None:
             return estimate(profile, header, {})
         signature = self.signatures.get(task)
@@ -78,6 +85,15 @@ class Admitter:
         bound = [signature.bind(task, args, kwargs) for args, kwargs in calls]
         estimates = [estimate(profile, header, call, self.learned.get(profile.name)) for call in bound]
         return max(estimates, key=lambda found: found.demand.vram_mib) if estimates else _idle(profile, header)
+
+    def stand_in(self, task: str) -> Profile:
+        """The profile that a task without one gets."""
+        return stand_in(task, self.gpu_mib, learns=self.unknown == "learn")
+
+
+def whole_gpu_mib(devices: Iterable[Device]) -> int:
+    """What the largest GPU can give away; 0 if there is none."""
+    return max((device.total_mib - device.headroom_mib for device in devices), default=0)
 
 
 CHORD_UNLOCK = "celery.chord_unlock"

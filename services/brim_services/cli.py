@@ -335,12 +335,13 @@ def estimate_demand(
 @profiles_app.callback(invoke_without_command=True)
 def profiles(context: typer.Context, as_json: Json = False) -> None:
     """List profiles: declared, suggested, effective; peaks learned from, their error (peak over declared need)."""
+    from brim_services.learning import stand_ins
     from brim_services.profiles import standings, standings_table
 
     if context.invoked_subcommand is not None:
         return
     settings, store = _open()
-    found = list(standings(load_table(settings), store.calibrations()))
+    found = list(standings(load_table(settings), store.calibrations(), stand_ins(store)))
     if as_json:
         _print_json([standing.to_json() for standing in found])
     else:
@@ -356,7 +357,7 @@ def apply_suggestions(
     from brim_services.profiles import apply, standings
 
     settings, store = _open()
-    found = {standing.profile.name: standing for standing in standings(load_table(settings), store.calibrations())}
+    found = {standing.profile.name: standing for standing in standings(load_table(settings), store.calibrations(), {})}
     for name in names or []:
         if name not in found or found[name].suggestion is None:
             why = "too few peaks are known of it as it is declared now" if name in found else "the table has none"

@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from brim.celery.envelope import BrokerLayout, slot
 from brim.core.attributes import TaskSignature
@@ -17,10 +17,10 @@ from brim.core.model import State
 from brim.core.profiles import ResourceTable
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.types import Peeked
+from brim.store.types import Admission, Peeked
 
 from . import metrics
-from .admission import UNESTIMATED, Admitter
+from .admission import UNESTIMATED, Admitter, whole_gpu_mib
 from .learning import Learned
 from .logs import about
 from .loop import open_store, serve, stop_on_signals
@@ -78,6 +78,8 @@ class Intake:
         self.metrics = IntakeMetrics()
         self.signatures: dict[str, TaskSignature] = {}
         self.learned = Learned(store)
+        self._gpu_mib = 0
+        self._stand_ins: dict[str, str] = {}
         self._stop = stop
         self._published = False
         self._learnt_s = -math.inf
@@ -94,6 +96,7 @@ class Intake:
         if time.monotonic() - self._learnt_s >= IDLE_S:
             self.learn_signatures()
             self.learned.refresh(self.table.profiles)
+            self._gpu_mib = whole_gpu_mib(self.store.devices()) or self._gpu_mib
             self._learnt_s = time.monotonic()
         released = self.store.release_due(self.settings.intake.batch)
         room = self.settings.intake.level1_limit - self.store.counts().get(State.WAITING, 0)
@@ -110,6 +113,7 @@ class Intake:
             return 0
         with self.metrics.batch_seconds.time():
             admissions = [admitter.assess(message) for message in peeked]
+            self._publish_stand_ins(admitter, admissions)
             answers = self.store.admit(admissions)
         for admission, answer in zip(admissions, answers, strict=True):
             self.metrics.messages.labels(answer).inc()
@@ -138,11 +142,28 @@ class Intake:
             if found.refusal is not None:
                 self.store.close(task_id, State.DEAD, found.refusal, [State.WAITING])
             elif found.waits_for is None:
+                self._publish_stand_ins(admitter, [found])
                 self.store.relane(task_id, lane, found)
 
     def _admitter(self) -> Admitter:
-        limit = self.settings.intake.max_message_bytes
-        return Admitter(self.table, self.signatures, limit, self.learned.by_profile)
+        settings = self.settings.intake
+        return Admitter(
+            self.table,
+            self.signatures,
+            settings.max_message_bytes,
+            self.learned.by_profile,
+            settings.unknown,
+            self._gpu_mib,
+        )
+
+    def _publish_stand_ins(self, admitter: Admitter, admissions: Iterable[Admission]) -> None:
+        """Has the learner know the profiles that these tasks got for want of one in the table."""
+        names = {str(a.explanation["profile"]) for a in admissions if a.explanation.get("profile")}
+        texts = {name: admitter.stand_in(name).model_dump_json() for name in names - self.table.profiles.keys()}
+        fresh = dict(texts.items() - self._stand_ins.items())
+        if fresh:
+            self.store.publish_stand_ins(fresh)
+            self._stand_ins |= fresh
 
     def _pause_s(self) -> float:
         eta = self.store.next_eta_s()

@@ -54,7 +54,8 @@ class Learning:
         peaks = self._store.peaks(BATCH)
         if not peaks:
             return
-        profiles = {name: Profile.model_validate_json(text) for name, text in self._store.published_profiles().items()}
+        texts = {**self._store.stand_ins(), **self._store.published_profiles()}
+        profiles = {name: Profile.model_validate_json(text) for name, text in texts.items()}
         changed = set()
         for peak in peaks:
             profile = teaches(peak, profiles)
@@ -105,6 +106,11 @@ def sample_of(peak: Peak) -> Sample:
     )
 
 
+def stand_ins(store: Store) -> dict[str, Profile]:
+    """The profiles that intake gave to tasks without one."""
+    return {name: Profile.model_validate_json(text) for name, text in store.stand_ins().items()}
+
+
 class Learned:
     """What was learned, by profile, as those see it who estimate demands."""
 
@@ -115,11 +121,12 @@ class Learned:
         self.by_profile: dict[str, Calibration] = {}
 
     def refresh(self, profiles: Mapping[str, Profile]) -> None:
-        """Reads what has changed since the last time."""
+        """Reads what has changed since the last time, for these profiles and those that stand in for missing ones."""
         version = self._store.calibration_version()
         if version == self._version:
             return
         states = self._store.calibrations()
+        profiles = {**stand_ins(self._store), **profiles}
         for name, state in states.items():
             if name in profiles and profiles[name].calibration != "off" and self._states.get(name) != state:
                 self.by_profile[name] = restored(profiles[name], state)

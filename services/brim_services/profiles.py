@@ -26,6 +26,8 @@ class Standing:
     lessons: Sequence[Lesson]
     suggestion: Suggestion | None
     typical_mib: tuple[int, int] | None
+    in_table: bool = True
+    """Otherwise intake made it for a task that has none."""
 
     @property
     def effective(self) -> str:
@@ -37,6 +39,7 @@ class Standing:
         suggested = self.suggestion
         return {
             "profile": self.profile.name,
+            "in_table": self.in_table,
             "calibration": self.profile.calibration,
             "declared": {"vram": str(self.profile.vram), "margin": self.profile.margin},
             "suggested": suggested and {"vram": str(suggested.vram), "margin": suggested.margin},
@@ -55,13 +58,20 @@ class Standing:
         }
 
 
-def standings(table: ResourceTable, states: Mapping[str, bytes]) -> Iterator[Standing]:
-    """Every profile of the table; what was learned about one that was changed since counts for nothing."""
+def standings(
+    table: ResourceTable, states: Mapping[str, bytes], stand_ins: Mapping[str, Profile]
+) -> Iterator[Standing]:
+    """Every profile of the table, then those that intake made for tasks without one.
+
+    What was learned about a profile that was changed since counts for nothing.
+    """
     for profile in table:
-        yield _standing(profile, restored(profile, states.get(profile.name)))
+        yield _standing(profile, restored(profile, states.get(profile.name)), in_table=True)
+    for name in sorted(stand_ins.keys() - table.profiles.keys()):
+        yield _standing(stand_ins[name], restored(stand_ins[name], states.get(name)), in_table=False)
 
 
-def _standing(profile: Profile, known: Calibration) -> Standing:
+def _standing(profile: Profile, known: Calibration, *, in_table: bool) -> Standing:
     typical_mib = None
     summands = known.newest()
     if summands is not None:
@@ -69,7 +79,7 @@ def _standing(profile: Profile, known: Calibration) -> Standing:
         learned_mib = known.reserve_mib(summands, declared_mib, profile.gpu_models)
         if learned_mib is not None:
             typical_mib = (round(declared_mib), round(learned_mib))
-    return Standing(profile, known.lessons(), known.suggestion(), typical_mib)
+    return Standing(profile, known.lessons(), known.suggestion(), typical_mib, in_table)
 
 
 def standings_table(found: Sequence[Standing]) -> Table:
@@ -86,7 +96,8 @@ def standings_table(found: Sequence[Standing]) -> Table:
             words = (words[0], _words(str(suggestion.vram), suggestion.margin), words[2])
         for first, lesson in enumerate(standing.lessons or [None]):
             about = ("–", "0", "0", "–", "–") if lesson is None else _about(lesson)
-            name = (profile.name, profile.calibration) if first == 0 else ("", "")
+            label = profile.name if standing.in_table else f"{profile.name} (no profile)"
+            name = (label, profile.calibration) if first == 0 else ("", "")
             table.add_row(*name, *about, *(words if first == 0 else ("", "", "")))
     return table
 
@@ -102,13 +113,13 @@ def _words(vram: str, margin: float) -> str:
 
 
 def apply(path: Path, found: Sequence[Standing]) -> list[str]:
-    """Writes suggestions into the table at ``path``, all or none; what was changed, a line each.
+    """Writes suggestions for profiles of the table at ``path`` into it, all or none; what was changed, a line each.
 
     Comments and order stay. Raises `TableError` where a profile cannot be changed by itself.
     """
     text, changes = path.read_text(), []
     for standing in found:
-        if standing.suggestion is not None:
+        if standing.suggestion is not None and standing.in_table:
             profile, suggestion = standing.profile, standing.suggestion
             vram, margin = str(suggestion.vram), suggestion.margin
             text = change_fields(text, str(path), profile.name, {"vram": vram, "margin": margin})

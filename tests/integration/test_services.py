@@ -26,9 +26,10 @@ from brim_services.admission import NO_SIGNATURE
 from brim_services.answerer import Answerer
 from brim_services.intake import Intake
 from brim_services.invariants import check_invariants
-from brim_services.learning import Learning
+from brim_services.learning import Learning, stand_ins
 from brim_services.loop import open_store
 from brim_services.placement import PlacementService, make_planner
+from brim_services.profiles import standings
 from support.celery_app import configure
 from support.waiting import wait_until
 
@@ -458,3 +459,21 @@ def test_services_count_and_time_what_they_do(pipeline: Pipeline) -> None:
     assert value(pipeline.placement, "brim_placement_commits_total", answer="committed") == 1
     assert (value(pipeline.placement, "brim_placement_decision_seconds_count") or 0) > 0
     assert value(pipeline.placement, "brim_placement_active") == 1
+
+
+def test_peaks_of_a_task_without_a_profile_are_learned(pipeline: Pipeline) -> None:
+    intake = pipeline.settings.intake.model_copy(update={"unknown": "exclusive"})
+    pipeline.intake.settings = pipeline.settings.model_copy(update={"intake": intake})
+    pipeline.intake.table = ResourceTable()
+    pipeline.register()
+    pipeline.intake.step()
+    task_id = pipeline.send(2)
+    pipeline.settle()
+    begun = pipeline.begin(task_id)
+    assert begun.vram_mib > 8500
+    pipeline.store.end(task_id, begun.attempt, begun.devices, Outcome(State.SUCCEEDED, leftover_mib=[0], peak_mib=900))
+
+    Learning(pipeline.settings, pipeline.stop, lambda: pipeline.placement.epoch).step()
+
+    [standing] = standings(ResourceTable(), pipeline.store.calibrations(), stand_ins(pipeline.store))
+    assert (standing.profile.name, standing.in_table, standing.lessons[0].samples) == ("t.run", False, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -11,7 +12,7 @@ import pytest
 
 from brim.celery.envelope import MalformedMessage, parse
 from brim.core.attributes import TaskSignature
-from brim.core.profiles import ResourceTable
+from brim.core.profiles import ResourceTable, size_class
 from brim.store.types import Peeked
 from brim_services.admission import Admitter, work_of
 
@@ -88,3 +89,39 @@ def test_a_map_that_celery_did_not_make_is_refused(kwargs: dict[str, Any]) -> No
 def test_the_unlocking_of_a_chord_needs_next_to_nothing() -> None:
     found = ADMITTER.assess(Peeked("q", message("celery.chord_unlock", ["g", {}], {})))
     assert (found.refusal, found.demand.vram_mib) == (None, 16)
+
+
+class Teaches:
+    """Stands for what peaks have taught."""
+
+    def __init__(self, mib: float | None) -> None:
+        self.mib = mib
+
+    def reserve_mib(self, summands: Sequence[float], declared_mib: float, gpu_models: Sequence[str]) -> float | None:
+        return self.mib
+
+
+@pytest.mark.parametrize(
+    ("unknown", "learned_mib", "vram_mib"),
+    [("exclusive", None, 9000), ("exclusive", 3000, 9000), ("learn", None, 9000), ("learn", 3000, 3000)],
+)
+def test_a_task_without_a_profile_may_have_a_gpu_to_itself_and_be_learned_from(
+    unknown: Any, learned_mib: float | None, vram_mib: int
+) -> None:
+    signatures = {"t.new": TaskSignature.from_callable(lambda n: n)}
+    admitter = Admitter(TABLE, signatures, 100_000, {"t.new": Teaches(learned_mib)}, unknown, gpu_mib=10_000)
+
+    found = admitter.assess(Peeked("q", message("t.new", [7], {})))
+
+    assert found.refusal is None
+    assert found.demand.vram_mib == size_class(vram_mib)
+    told = found.explanation
+    assert (told["profile"], told["formula_id"]) == ("t.new", admitter.stand_in("t.new").formula_id)
+
+
+def test_a_task_without_a_profile_is_refused_or_waits_for_a_gpu_to_be_known() -> None:
+    raw = message("t.new", [7], {})
+    refused = ADMITTER.assess(Peeked("q", raw))
+    assert refused.refusal is not None
+    assert refused.refusal.code == "no_profile"
+    assert Admitter(TABLE, SIGNATURES, 100_000, unknown="learn").assess(Peeked("q", raw)).waits_for is not None

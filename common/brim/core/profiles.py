@@ -368,6 +368,24 @@ NO_PROFILE = ProfileDefaults()
 """What holds for a task that has no profile and brings its demand in the header."""
 
 
+WHOLE_GPU = 0.9
+"""Of what a GPU can give away, what a task without a profile takes: idle executors' contexts need a place as well."""
+
+
+def stand_in(task: str, gpu_mib: int, *, learns: bool) -> Profile:
+    """A profile for a task that has none: it takes a GPU to itself, of which ``gpu_mib`` can be given away.
+
+    ``learns``: once enough of its peaks are known, what they teach, but not less than calibration's lower bound.
+    """
+    context_mib = NO_PROFILE.context_mib
+    return Profile(
+        name=task,
+        vram=max(0, math.floor(WHOLE_GPU * gpu_mib) - context_mib),
+        margin=1.0,
+        calibration="on" if learns else "suggest",
+    )
+
+
 def estimate(
     profile: Profile | None, header: BrimHeader, bound: Mapping[str, Any], learned: Learned | None = None
 ) -> Estimate:

@@ -55,3 +55,11 @@ class CalibrationSide(Base):
         """What was learned about one profile, as JSON."""
         found: bytes | None = self.client.hget(self.keys.calibration, profile)
         return found
+
+    def publish_stand_ins(self, profiles: Mapping[str, str]) -> None:
+        """Publishes the profiles that tasks without one got: task name -> profile as JSON."""
+        self.client.hset(self.keys.stand_ins, mapping=dict(profiles))
+
+    def stand_ins(self) -> dict[str, str]:
+        """Task name -> the profile that it got from intake, as JSON."""
+        return {name.decode(): text.decode() for name, text in self.client.hgetall(self.keys.stand_ins).items()}

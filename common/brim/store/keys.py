@@ -110,6 +110,11 @@ class Keys:
         return f"{self.prefix}peaks"
 
     @property
+    def stand_ins(self) -> str:
+        """HASH task -> JSON: the profiles that tasks without one got from intake."""
+        return f"{self.prefix}stand_ins"
+
+    @property
     def calibration(self) -> str:
         """HASH profile -> JSON: what was learned from peaks."""
         return f"{self.prefix}calibration"

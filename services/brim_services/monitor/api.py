@@ -14,7 +14,7 @@ from brim.core.profiles import Profile, ResourceTable
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.types import CloseAnswer, Record
-from brim_services.admission import NO_SIGNATURE, UNESTIMATED, Admitter
+from brim_services.admission import NO_SIGNATURE, UNESTIMATED, Admitter, whole_gpu_mib
 from brim_services.cancelling import cancel
 from brim_services.learning import Learned
 
@@ -83,8 +83,11 @@ class Operations:
             self._table = ResourceTable({name: Profile.model_validate_json(text) for name, text in texts.items()})
         self._learned.refresh(self._table.profiles)
         signatures = {name: TaskSignature.model_validate_json(text) for name, text in self.store.signatures().items()}
-        limit = self.settings.intake.max_message_bytes
-        return Admitter(self._table, signatures, limit, self._learned.by_profile)
+        settings = self.settings.intake
+        gpu_mib = whole_gpu_mib(self.store.devices())
+        return Admitter(
+            self._table, signatures, settings.max_message_bytes, self._learned.by_profile, settings.unknown, gpu_mib
+        )
 
     def submit(self, task: Submission) -> Accepted:
         """Admits a task."""
