@@ -37,7 +37,7 @@ def bench(valkey_url: str, namespace: str, tmp_path: Path) -> Iterator[Bench]:
 def run(bench: Bench, count: int) -> list[str]:
     """Publish tasks of all sizes and wait for their ends."""
     results = [
-        bench.app.send_task("device.hold", kwargs={"mib": mib, "seconds": 0.3}, queue="brim.intake")
+        bench.app.send_task("device.hold", kwargs={"mib": mib, "seconds": 0.2}, queue="brim.intake")
         for mib in (SIZES_MIB[number % len(SIZES_MIB)] for number in range(count))
     ]
     ids = [result.id for result in results]
@@ -61,12 +61,12 @@ def test_a_wrong_table_is_put_right_and_tasks_stop_running_out_of_memory(bench: 
         bench.service(service)
     bench.serve()
 
-    run(bench, 30)
+    run(bench, 24)
     before = refused(bench)
     wait_until(lambda: not bench.store.peaks(1), what="everything that was measured has been learned")
     wait_until(lambda: bench.record(run(bench, 1)[0]).demand.vram_mib >= 1800, what="intake reserves what was learned")
     refused_until_now = refused(bench)
-    later = run(bench, 30)
+    later = run(bench, 15)
 
     assert before > 0
     assert refused(bench) == refused_until_now
