@@ -94,7 +94,6 @@ class Broker(Section):
         min_length=1,
         description="priorities that have a list of their own, 0 is the most urgent",
     )
-    intake_queue: str = Field("brim.intake", min_length=1, description="queue that producers' tasks arrive in")
 
     @field_validator("priority_steps")
     @classmethod

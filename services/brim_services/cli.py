@@ -272,12 +272,12 @@ def cancel(
     as_json: Json = False,
 ) -> None:
     """Cancel tasks wherever they are; a running one is terminated."""
+    from brim.celery.answers import answering_app
+    from brim_services import cancelling
+
     settings, store = _open()
     reason = Reason("cancelled", "cancelled by `brim cancel`")
-    answers = {task_id: store.cancel(task_id, reason) for task_id in task_ids}
-    running = [task_id for task_id, answer in answers.items() if answer is CloseAnswer.MARKED]
-    if running:
-        _terminate(settings, running)
+    answers = cancelling.cancel(store, answering_app(settings), task_ids, reason)
     if as_json:
         _print_json(answers)
     for task_id, answer in answers.items():
@@ -510,19 +510,13 @@ def _lanes(store: Store, depths: Mapping[str, int]) -> list[dict[str, Any]]:
 
 def _queues(settings: Settings, store: Store, device_queues: list[str]) -> dict[str, int]:
     """Messages in the broker's lists, by queue."""
-    from brim.celery.envelope import BrokerLayout
+    from brim.celery.envelope import INTAKE_QUEUE, BrokerLayout
 
     broker = settings.broker
     layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
-    lists = {queue: layout.lists(queue) for queue in [broker.intake_queue, *device_queues]}
+    lists = {queue: layout.lists(queue) for queue in [INTAKE_QUEUE, *device_queues]}
     lengths = store.queue_lengths([name for names in lists.values() for name in names])
     return {queue: sum(lengths[name] for name in names) for queue, names in lists.items()}
-
-
-def _terminate(settings: Settings, task_ids: list[str]) -> None:
-    from brim.celery.answers import answering_app
-
-    answering_app(settings).control.revoke(task_ids, terminate=True)
 
 
 if __name__ == "__main__":

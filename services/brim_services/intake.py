@@ -73,7 +73,7 @@ class Intake:
         self.table = table
         broker = settings.broker
         layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
-        self.lists = layout.lists(broker.intake_queue)
+        self.lists = layout.lists()
         self.bells = Bells(store, self.lists, stop)
         self.metrics = IntakeMetrics()
         self.signatures: dict[str, TaskSignature] = {}

@@ -49,11 +49,6 @@ def check_invariants(store: Store, *, settled: bool, witness: Mapping[str, Witne
     return found
 
 
-def double_ends(stories: Mapping[str, Story]) -> list[str]:
-    """Ids of tasks of which one run came to an end twice (invariant 2)."""
-    return [i for i, story in stories.items() if any("ended twice" in breach for breach in story_breaches(story))]
-
-
 def story_breaches(story: Story) -> Iterator[str]:
     """What one task's story tells against: one end per run, one live attempt, each released once."""
     if len(story) >= STORY_IS_WHOLE:

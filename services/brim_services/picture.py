@@ -154,7 +154,7 @@ class Painter:
         self.store = store
         broker = settings.broker
         layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
-        self._lists = layout.lists(broker.intake_queue)
+        self._lists = layout.lists()
         self._facts: dict[str, AttemptFacts] = {}
 
     def paint(self) -> Picture:

@@ -125,7 +125,7 @@ class PlacementService:
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{self._token}"
         broker = settings.broker
         layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
-        self._intake_lists = layout.lists(broker.intake_queue)
+        self._intake_lists = layout.lists()
         self.epoch = 0
         self.mirror = Mirror()
         self.promises: dict[str, Promise] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from brim.core.model import Device
-from brim_services.invariants import double_ends, overcommitted, story_breaches
+from brim_services.invariants import overcommitted, story_breaches
 
 GPU = Device("GPU-0", "node", 0, "SIM", 1000, 100, 0, 0, 4, 0)
 
@@ -48,7 +48,6 @@ def test_stories_in_order(events: tuple[str, ...]) -> None:
 )
 def test_stories_out_of_order(events: tuple[str, ...], breach: str) -> None:
     assert breach in list(story_breaches(story(*events)))
-    assert double_ends({"t": story(*events)}) == (["t"] if "twice" in breach else [])
 
 
 def test_reservations_that_overlap_must_fit_the_device() -> None:

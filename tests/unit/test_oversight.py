@@ -105,13 +105,6 @@ def test_a_restarted_worker_may_take_messages_before_it_says_that_it_is_ready() 
     assert actions(sight(attempt(state=State.CLAIMED), worker=starting)) == []
 
 
-@pytest.mark.parametrize(("state", "finished"), [(State.RUNNING, False), (State.FINISHING, True)])
-def test_a_lost_attempt_whose_function_was_over_may_have_its_result_out(state: State, finished: bool) -> None:
-    (loss, _) = actions(sight(attempt(state=state, proc="12.1")))
-    assert isinstance(loss, Lose)
-    assert loss.finished is finished
-
-
 def test_an_attempt_bound_to_an_executor_to_be_replaced_was_refused_and_does_not_count() -> None:
     found = actions(sight(attempt(), processes={GPU: {"10.1": True}}))
     assert codes(found) == [("executor_replaced", False)]

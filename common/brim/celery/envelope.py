@@ -172,7 +172,7 @@ class Envelope:
     def body(self) -> Body:
         """Decode arguments and embedded signatures.
 
-        Raises `MalformedMessage` for another serializer than JSON (code ``serializer``), an unknown or
+        Raises `MalformedMessage` for another serializer than JSON and msgpack (code ``serializer``), an unknown or
         broken compression (``compression``), a body that unpacks to more than `MAX_BODY_BYTES`
         (``too_large``), and anything that is not ``[args, kwargs, embed]`` (``malformed``).
         """
@@ -228,9 +228,8 @@ def compose(
     priority: int = 0,
     eta: datetime | None = None,
     expires: datetime | None = None,
-    queue: str = INTAKE_QUEUE,
 ) -> bytes:
-    """The message that ``app.send_task`` would publish to ``queue``, for producers that do not use Celery.
+    """The message that ``app.send_task`` would publish to intake, for producers that do not use Celery.
 
     ``args`` and ``kwargs`` are what JSON can say; ``brim`` is the header of that name.
     """
@@ -239,7 +238,7 @@ def compose(
     properties = {
         **made.properties,
         "delivery_mode": 2,
-        "delivery_info": {"exchange": "", "routing_key": queue},
+        "delivery_info": {"exchange": "", "routing_key": INTAKE_QUEUE},
         "priority": priority,
         "body_encoding": "base64",
         "delivery_tag": str(uuid.uuid4()),
@@ -288,7 +287,7 @@ def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:
         raise MalformedMessage(error.reason, task_id, task) from error.__cause__
 
 
-def split(raw: bytes, *, queue: str = INTAKE_QUEUE) -> Prepared:
+def split(raw: bytes) -> Prepared:
     """Split a message into what stands before and after the place where an attempt is written.
 
     Kept: everything, expiry included. Dropped: the eta (it lies behind us when a task is placed), the mark
@@ -302,7 +301,7 @@ def split(raw: bytes, *, queue: str = INTAKE_QUEUE) -> Prepared:
     headers["eta"] = None
     asked = _asked(message["headers"].get(HEADER) or {})
     properties = {name: value for name, value in message["properties"].items() if name != "delivery_tag"}
-    properties["delivery_info"] = {"exchange": "", "routing_key": queue}
+    properties["delivery_info"] = {"exchange": "", "routing_key": INTAKE_QUEUE}
     rest = {name: value for name, value in message.items() if name not in ("headers", "properties")}
     header = {ASKED: asked, "nesting": _whole(headers, "replaced_task_nesting"), "retries": _whole(headers, "retries")}
     head = (

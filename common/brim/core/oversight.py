@@ -67,10 +67,7 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """The attempt is lost; its task is placed again.
-
-    ``finished``: its function was over, so look first whether its result is out.
-    """
+    """The attempt is lost; its task is placed again, unless its function was over and its result is out."""
 
     attempt: AttemptView
     reason: Reason
@@ -84,11 +81,6 @@ class Lose:
     def counts(self) -> bool:
         """Whether the loss counts towards the limit of its task."""
         return self.begun and self.reason.code != REPLACED
-
-    @property
-    def finished(self) -> bool:
-        """Whether its function was over."""
-        return self.attempt.state is State.FINISHING
 
 
 @dataclass(frozen=True, slots=True)

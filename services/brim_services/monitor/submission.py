@@ -99,7 +99,7 @@ class Desk:
         key = task.idempotency_key
         task_id = str(uuid.uuid4() if key is None else uuid.uuid5(NAMESPACE, key))
         raw = self._message(task, task_id)
-        source = Peeked(self._layout.list_for(task.priority or 0, self.settings.broker.intake_queue), raw)
+        source = Peeked(self._layout.list_for(task.priority or 0), raw)
         admission = admitter.assess(source)
         if admission.refusal is not None:
             raise _refused(admission.refusal)
@@ -119,7 +119,6 @@ class Desk:
             priority=task.priority or 0,
             eta=task.eta,
             expires=task.expires,
-            queue=self.settings.broker.intake_queue,
         )
 
     def _is_repeated(self, task: Submission, task_id: str) -> bool:

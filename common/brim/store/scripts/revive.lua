@@ -1,6 +1,5 @@
 -- A dead-lettered task is tried again: a new run on the same record, estimated anew by intake.
 -- KEYS  1 record  2 story  3 counts  4 finished  5 lane (the unestimated one of its task)  6 lanes  7 changed  8 wake
-
 -- ARGV  1 task id  2 lane  3 reason JSON (why it waits)
 -- Returns  1 | 0 it is not dead, its envelope is gone, or its answer is still on the way
 
