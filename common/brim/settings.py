@@ -284,6 +284,11 @@ class Settings(BaseSettings):
             raise ConfigurationError(*_problems(error, str(file or ""))) from error
 
     @property
+    def key_prefix(self) -> str:
+        """What begins every key of brim's: the broker's prefix, then brim's own."""
+        return self.broker.global_keyprefix + self.redis.prefix
+
+    @property
     def results_backend(self) -> str:
         """Address of the result backend that brim answers through."""
         return self.results.backend or self.redis.url

@@ -13,7 +13,6 @@ from brim.celery.answers import Answers, answering_app
 from brim.core.model import AttemptView, Reason
 from brim.settings import Settings
 from brim.store import FencedError, Store
-from brim.store.connection import connect
 
 from .results import Results
 
@@ -32,7 +31,7 @@ class Answerer:
     def __init__(self, settings: Settings, stop: threading.Event) -> None:
         self.stop = stop
         self.active = threading.Event()
-        self._store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+        self._store = Store.of(settings)
         self._answers = Answers(settings)
         self._results = Results(answering_app(settings), self._store, settings.placement.max_attempts)
         self._lost: dict[str, tuple[AttemptView, Reason, int]] = {}

@@ -25,7 +25,7 @@ from brim.core.profiles import TableError, estimate
 from brim.gpu.probe import NodeFault
 from brim.settings import ConfigurationError, PolicyChoice, Settings
 from brim.store import Store
-from brim.store.connection import ServerRefused, address, connect
+from brim.store.connection import ServerRefused, address
 from brim.store.types import CloseAnswer
 from brim_services import logs
 from brim_services.dashboard import Snapshot, render, story_lines, task_table
@@ -462,7 +462,7 @@ def _settings() -> Settings:
 
 def _open() -> tuple[Settings, Store]:
     settings = _settings()
-    return settings, Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+    return settings, Store.of(settings)
 
 
 def _policy(settings: Settings) -> PolicyChoice:

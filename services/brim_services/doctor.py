@@ -23,7 +23,7 @@ from brim.core.profiles import Profile, ResourceTable, TableError
 from brim.gpu.probe import DeviceFault, DeviceInfo, NodeFault, Sample, open_probe
 from brim.settings import ConfigurationError, PolicyChoice, Settings
 from brim.store import Store
-from brim.store.connection import ServerRefused, address, check_server, connect
+from brim.store.connection import ServerRefused, address, check_server
 
 from .agent.app import check_app, load_app
 from .resources import load_table
@@ -58,7 +58,7 @@ def examine(settings: Settings, app_name: str, devices: str | None) -> list[Find
     """
     findings = [*_look_at_gpus(devices)]
     table = _table(settings, findings)
-    store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+    store = Store.of(settings)
     reachable = _look_at_redis(store, settings, findings)
     try:
         app = load_app(app_name)

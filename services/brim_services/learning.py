@@ -10,7 +10,6 @@ from brim.core.calibration import Calibration, Sample
 from brim.core.profiles import Profile
 from brim.settings import Settings
 from brim.store import FencedError, Store
-from brim.store.connection import connect
 from brim.store.types import Peak
 
 from .loop import patiently
@@ -29,7 +28,7 @@ class Learning:
         """The epoch of the placement beside which it works; 0 while that one stands by."""
         self._stop = stop
         self._url = settings.redis.url
-        self._store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+        self._store = Store.of(settings)
         self._known: dict[str, Calibration] = {}
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from tenacity.nap import sleep_using_event
 
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.connection import address, check_server, connect, is_outage
+from brim.store.connection import address, check_server, is_outage
 
 log = logging.getLogger("brim")
 
@@ -100,6 +100,6 @@ def open_store(settings: Settings, stop: threading.Event) -> Store:
 
     Raises `ServerRefused`.
     """
-    store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+    store = Store.of(settings)
     patiently(lambda: check_server(store.client), settings.redis.url, stop)
     return store

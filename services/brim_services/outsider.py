@@ -17,7 +17,6 @@ from brim.core.model import Device
 from brim.gpu import simulated
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.connection import connect
 from brim.store.types import MemoryReport
 from brim_services.supervise import termination_requested
 
@@ -45,7 +44,7 @@ def main() -> None:
     """Take memory step by step, keep it, free it step by step, and end."""
     uuid = sys.argv[1]
     settings = Settings.load()
-    store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+    store = Store.of(settings)
     step_mib = settings.agent.headroom_mib
     held: list[simulated.Allocation] = []
     changed_ms = store.server_ms()

@@ -12,8 +12,8 @@ from brim.core.model import Device, Reason, State
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.live import AttemptFacts, Book, BookedAttempt, LaneHead
+from brim_services.waits import NOT_TRIED
 
-NOT_TRIED = Reason("not_tried", "placement has not looked at it yet")
 _DOCUMENTED = ConfigDict(use_attribute_docstrings=True)
 """Attribute docstrings are the descriptions in the OpenAPI document."""
 

@@ -73,7 +73,7 @@ class Stack:
             }
         )
         client = redis.Redis.from_url(url, socket_timeout=settings.redis.socket_timeout_s)
-        self.store = Store(client, settings.broker.global_keyprefix + settings.redis.prefix)
+        self.store = Store(client, settings.key_prefix)
 
     @property
     def url(self) -> str:

@@ -32,4 +32,9 @@ def explained(store: Store, records: Iterable[Record]) -> list[Record]:
 def _reason(record: Record, first: Record | None) -> Reason:
     if first is None or first.reason is None or first.task_id == record.task_id:
         return NOT_TRIED
-    return Reason(first.reason.code, f"behind {first.task_id} in its lane: {first.reason.message}")
+    return behind(first.task_id, first.reason)
+
+
+def behind(first_id: str, reason: Reason) -> Reason:
+    """Why a task waits that is not the first of its lane."""
+    return Reason(reason.code, f"behind {first_id} in its lane: {reason.message}")

@@ -12,7 +12,7 @@ from celery.utils.log import get_logger
 from brim.core.model import AttemptView, Reason, State
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.connection import connect, is_outage
+from brim.store.connection import is_outage
 from brim.store.types import ClaimAnswer, Outcome
 
 from .agent_link import WorkerIdentity, WorkerSide
@@ -47,7 +47,7 @@ class Attempts:
         self._patience_s = patience_s
         self._agent = WorkerSide(identity)
         self._max_attempts = settings.placement.max_attempts
-        self.store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+        self.store = Store.of(settings)
 
     def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
         """The start claim, before the pool gets the task."""

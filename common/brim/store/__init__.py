@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Self
+
 from .attempts import AttemptSide
 from .audit import AuditSide
 from .base import FencedError
@@ -11,9 +13,19 @@ from .live import LiveSide
 from .nodes import NodeSide
 from .placement import PlacementSide
 
+if TYPE_CHECKING:
+    from brim.settings import Settings
+
 
 class Store(IntakeSide, PlacementSide, AttemptSide, NodeSide, LiveSide, AuditSide, CalibrationSide):
     """All of brim's state: ``Store(client, prefix)`` with a redis-py client that does not decode responses."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The store that the settings name, with connections of its own."""
+        from .connection import connect  # reads settings, which producers have no use for
+
+        return cls(connect(settings.redis), settings.key_prefix)
 
 
 __all__ = ["FencedError", "Store"]

@@ -24,7 +24,8 @@ from brim.core.model import Reason, State
 from brim.core.profiles import MAX_MIB, Estimate, Part
 from brim.store.live import LaneHead
 from brim.store.types import Record
-from brim_services.picture import NOT_TRIED, Gpu, Picture, Server, WaitingLane
+from brim_services.picture import Gpu, Picture, Server, WaitingLane
+from brim_services.waits import NOT_TRIED, behind
 
 from .problems import Problem
 
@@ -381,4 +382,4 @@ def why_waiting(state: State, reason: Reason | None, head: LaneHead | None) -> R
         return reason
     if head is None or head.reason is None:
         return NOT_TRIED
-    return Reason(head.reason.code, f"behind others of its lane, whose first waits because {head.reason.message}")
+    return behind(head.task_id, head.reason)

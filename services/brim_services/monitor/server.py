@@ -10,7 +10,6 @@ import uvicorn
 from brim.celery.answers import answering_app
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.connection import connect
 
 from .access import LOOPBACK
 from .app import build
@@ -50,7 +49,7 @@ class Server(uvicorn.Server):
 
 def run(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT. It starts without Redis, and says on the page that it is away."""
-    store = Store(connect(settings.redis), settings.broker.global_keyprefix + settings.redis.prefix)
+    store = Store.of(settings)
     app = build(store, settings, answering_app(settings))
     host = address(settings)
     server = Server(
