@@ -608,6 +608,19 @@ def test_a_peak_that_nobody_saw_is_unknown_and_teaches_nothing(cluster: Cluster)
     assert cluster.store.peaks(10) == []
 
 
+def test_a_loss_tells_a_peak_only_if_the_attempt_outgrew_its_reservation(cluster: Cluster) -> None:
+    for task_id, code, told in (("a", "outgrew", [3600]), ("b", "executor_died", [])):
+        cluster.admit(task_id, explanation=ESTIMATE)
+        attempt = cluster.run(task_id)
+        cluster.store.sampled([(task_id, attempt, 3600)])
+        [view] = [view for view in cluster.store.books([GPU])[0] if view.task_id == task_id]
+        cluster.store.lose(view, Reason(code, "for the test"), counts=True, max_attempts=3)
+        peaks = cluster.store.peaks(10)
+        assert [(peak.peak_mib, peak.out_of_memory) for peak in peaks] == [(mib, True) for mib in told]
+        cluster.store.keep_learned(cluster.epoch, len(peaks), {})
+        cluster.store.process_gone(GPU, "10.1")
+
+
 def test_a_sample_that_comes_after_the_end_changes_nothing(cluster: Cluster) -> None:
     cluster.admit("a")
     attempt = cluster.run("a")

@@ -107,6 +107,7 @@ class AttemptSide(Base):
                 keys.lanes,
                 keys.awaited,
                 keys.leader,
+                keys.peaks,
                 *(keys.book(uuid) for uuid in view.devices),
             ]
             args: list[Arg] = [

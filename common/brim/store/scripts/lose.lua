@@ -3,7 +3,7 @@
 -- keeps the reservation as a floor until it is measured or seen gone.
 --
 -- KEYS  1 record  2 story  3 counts  4 changed  5 wake  6 availability  7 finished  8 expiring  9 outbox  10 lane
---       11 lanes  12 awaited  13 leader  14.. books
+--       11 lanes  12 awaited  13 leader  14 peaks  15.. books
 -- ARGV  1 task id  2 attempt  3 lane  4 reason JSON  5 "1" if it counts towards the limit  6 largest number of
 --       counted losses  7 context MiB  8 state in which it was seen and given up
 --       9 fencing epoch of a placement that says so, '' if somebody else does
@@ -20,13 +20,18 @@ if known[2] ~= attempt or not LIVE[state] or state ~= ARGV[8] then return 'stale
 if known[3] ~= ARGV[3] then return 'moved' end
 
 local now = now_ms()
-for i = 14, #KEYS do
+-- Outgrowing its reservation is all that a loss tells about a task's need: at least what was seen of it.
+local noted = ''
+if cjson.decode(ARGV[4]).code == 'outgrew' then
+  noted = note_peak(record, KEYS[14], id, attempt, read_book(KEYS[15]), '', true)
+end
+for i = 15, #KEYS do
   release(KEYS[i], attempt, nil, tonumber(ARGV[7]), now)
   refresh(KEYS[i], KEYS[6], KEYS[4], KEYS[5])
 end
 redis.call('HDEL', record, 'attempt', 'devices', 'node', 'boot', 'proc')
 redis.call('HSET', record, 'reason', ARGV[4])
-tell(KEYS[2], now, 'lost', ',"attempt":"' .. attempt .. '"' .. because(ARGV[4]))
+tell(KEYS[2], now, 'lost', ',"attempt":"' .. attempt .. '"' .. because(ARGV[4]) .. noted)
 if next_message and not cancel then
   move(record, KEYS[3], state, 'handed_over')
   tell(KEYS[2], now, 'handed_over')
