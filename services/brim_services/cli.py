@@ -418,8 +418,6 @@ def check_config(as_json: Json = False) -> None:
             checked.append(str(path))
         except (ConfigurationError, TableError) as error:
             problems += map(str, error.problems)
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
     if as_json:
         _print_json({"checked": checked, "problems": problems})
     else:

@@ -158,8 +158,6 @@ def _table(settings: Settings, findings: list[Finding]) -> ResourceTable:
         table = load_table(settings)
     except (ConfigurationError, TableError) as error:
         findings += [Finding(Level.FAULT, "table", str(problem)) for problem in error.problems]
-    except OSError as error:
-        findings.append(Finding(Level.FAULT, "table", f"{path}: {error.strerror}"))
     else:
         findings.append(Finding(Level.GOOD, "table", f"{path}: {len(table)} profiles"))
     return table

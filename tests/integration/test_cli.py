@@ -232,6 +232,16 @@ def test_a_table_that_asks_for_batches_is_refused(brim: Run, tmp_path: Path, mon
         intake.run(Settings())
 
 
+def test_a_table_that_cannot_be_read_is_one_message(brim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"profiles: {} # \xe4")
+
+    for path, reason in ((tmp_path, "Is a directory"), (latin, "'utf-8' codec can't decode byte 0xe4")):
+        monkeypatch.setenv("BRIM_RESOURCES__TABLE", str(path))
+        code, _, err = brim("estimate", "t")
+        assert (code, err.startswith(f"brim: {path}: {reason}")) == (1, True), err
+
+
 def test_a_wrong_setting_is_one_message(brim: Run, tmp_path: Path) -> None:
     path = tmp_path / "brim.toml"
     path.write_text("[intake]\nbatch = 0\n")
