@@ -1,4 +1,4 @@
-"""Prometheus metrics of every service, by name, unit and label; docs/metrics.md lists them.
+"""Prometheus metrics of every service, by name, unit and label; docs/monitoring.md lists them.
 
 Each service owns a registry, so several may live in one process. Base units: seconds, bytes, ratios.
 """
