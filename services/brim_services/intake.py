@@ -21,6 +21,7 @@ from brim.store.types import Admission, Peeked
 
 from . import metrics
 from .admission import UNESTIMATED, Admitter, whole_gpu_mib
+from .events import Events
 from .learning import Learned
 from .logs import about
 from .loop import open_store, serve, stop_on_signals
@@ -180,4 +181,5 @@ def run(settings: Settings) -> None:
     log.info("intake: %d profiles from %s", len(table), settings.resources.table)
     service = Intake(store, settings, table, stop)
     metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.intake_port)
+    threading.Thread(target=Events("intake", settings, stop).run, daemon=True).start()
     serve(service, settings, stop)

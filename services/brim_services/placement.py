@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from brim.celery.envelope import BrokerLayout, attempt_fields, slot
@@ -36,6 +36,7 @@ from brim.store.types import Changes, Commit, LaneWindow, NodeView
 from . import metrics
 from .admission import UNESTIMATED
 from .answerer import Answerer
+from .events import Events
 from .learning import Learning
 from .logs import about
 from .loop import open_store, serve, stop_on_signals
@@ -126,6 +127,8 @@ class PlacementService:
         broker = settings.broker
         layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
         self._intake_lists = layout.lists()
+        self.told: Callable[[str, str, str], None] = lambda task_id, task, queue: None
+        """Hears of every committed placement: task id, task, queue."""
         self.epoch = 0
         self.mirror = Mirror()
         self.promises: dict[str, Promise] = {}
@@ -257,6 +260,9 @@ class PlacementService:
                 ids = about(placement.task_id, commit.attempt, ",".join(placement.devices), commit.node)
                 log.info("%s placed on %s", window.task, commit.queue, extra=ids)
                 self.mirror.placed(placement)
+                self.told(
+                    placement.task_id, window.task, commit.queue.removeprefix(self.settings.broker.global_keyprefix)
+                )
             elif answer.status == "stale":
                 self.mirror.drop(placement.lane, placement.task_id)
             else:
@@ -387,8 +393,10 @@ def run(settings: Settings, *, ignore_memory: bool = False) -> None:
     store = open_store(settings, stop)
     answerer = Answerer(settings, stop)
     service = PlacementService(store, settings, planner, answerer)
+    events = Events("placement", settings, stop)
+    service.told = events.placed
     metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.placement_port)
-    for beside in (answerer, Learning(settings, stop, lambda: service.epoch)):
+    for beside in (answerer, events, Learning(settings, stop, lambda: service.epoch)):
         threading.Thread(target=beside.run, daemon=True).start()
     serve(service, settings, stop)
     service.resign()
