@@ -20,6 +20,7 @@ from brim.celery.answers import answering_app
 from brim.core.model import Reason, State
 from brim.settings import Monitor, Settings
 from brim.store import Store
+from brim.store.types import AdmitAnswer
 from brim_services.intake import Intake
 from brim_services.monitor import access, streaming
 from brim_services.monitor.access import digest
@@ -241,7 +242,7 @@ def test_a_refused_submission_does_not_use_its_key_up(api: httpx.Client) -> None
 def test_what_was_pushed_but_not_admitted_is_admitted_by_intake(
     api: httpx.Client, cluster: FakeCluster, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Store, "admit", lambda self, batch: [])  # it dies right after the push
+    monkeypatch.setattr(Store, "admit", lambda self, batch: [AdmitAnswer.GONE] * len(batch))  # dies after the push
     told = api.post("/v1/tasks", json={"name": "vision.segment", "idempotency_key": "k"}).json()
     monkeypatch.undo()
     assert cluster.store.record(told["id"]) is None

@@ -7,6 +7,7 @@ dies in between, or intake is quicker, intake admits it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,12 @@ from brim.settings import Settings
 from brim.store import Store
 from brim.store.types import Admission, Peeked
 from brim_services.admission import Admitter
+from brim_services.logs import about
 
 from .problems import FieldProblem, Problem, Refused, problem
 from .schemas import Accepted, Submission, Work, why_waiting
+
+log = logging.getLogger("brim.monitor")
 
 NAMESPACE = uuid.UUID("6e0d1a52-7d0f-4f0e-8a53-6b2a0d6f9f52")
 """Task ids of idempotency keys are derived within it."""
@@ -77,7 +81,8 @@ class Desk:
         admissions = [answer.admission for answer in answers if isinstance(answer, Prepared)]
         for list_key in {admission.source.list_key for admission in admissions}:
             self.store.push(list_key, [a.source.raw for a in admissions if a.source.list_key == list_key])
-        self.store.admit(admissions)
+        for admission, answer in zip(admissions, self.store.admit(admissions), strict=True):
+            log.info("%s %s over HTTP", admission.task, answer, extra=about(admission.identity.task_id))
         prepared = [answer for answer in answers if isinstance(answer, Prepared)]
         accepted = dict(zip(map(id, prepared), self._accepted(prepared), strict=True))
         return [accepted[id(answer)] if isinstance(answer, Prepared) else answer for answer in answers]
