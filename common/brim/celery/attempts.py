@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
 from brim.core.model import AttemptView, Reason, State
+from brim.core.profiles import lane_of
+from brim.core.retry import demand_after_out_of_memory
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.connection import is_outage
-from brim.store.types import ClaimAnswer, Outcome
+from brim.store.types import ClaimAnswer, Outcome, OutOfMemoryAnswer
 
 from .agent_link import WorkerIdentity, WorkerSide
 from .envelope import AttemptHeader
@@ -97,6 +100,43 @@ class Attempts:
         )
         self._patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
         self._agent.changed()
+
+    def out_of_memory(
+        self, task_id: str, attempt: AttemptHeader, proc: str, text: str, peak_mib: int, offered_mib: int | None
+    ) -> OutOfMemoryAnswer:
+        """The attempt ran out of GPU memory: its task is placed again, with what it is known to need.
+
+        ``text`` is the framework's own; for the rest see `demand_after_out_of_memory`.
+        """
+        answer = self._patiently(lambda: self._out_of_memory(task_id, attempt, proc, text, peak_mib, offered_mib))
+        self._agent.changed()
+        return answer
+
+    def _out_of_memory(
+        self, task_id: str, attempt: AttemptHeader, proc: str, text: str, peak_mib: int, offered_mib: int | None
+    ) -> OutOfMemoryAnswer:
+        record = self.store.record(task_id)
+        if record is None:
+            return OutOfMemoryAnswer.UNKNOWN
+        largest_mib = max((d.total_mib - d.headroom_mib for d in self.store.devices()), default=0)
+        vram_mib = demand_after_out_of_memory(attempt.vram_mib, peak_mib, offered_mib, largest_mib)
+        if vram_mib is None:
+            return OutOfMemoryAnswer.FINAL
+        then = f"its demand is raised to {vram_mib} MiB"
+        if vram_mib == attempt.vram_mib:
+            then = "others had taken from what was reserved for it"
+        demand = replace(record.demand, vram_mib=vram_mib)
+        return self.store.out_of_memory(
+            task_id,
+            attempt.attempt,
+            attempt.devices,
+            proc,
+            lane_of(record.task, demand),
+            demand,
+            attempt.context_mib,
+            Reason("oom", f"ran out of GPU memory with {attempt.vram_mib} MiB reserved: {then}: {text}"),
+            self._max_attempts,
+        )
 
     def _patiently(self, call: Callable[[], T]) -> T:
         deadline = time.monotonic() + self._patience_s

@@ -18,7 +18,7 @@ from billiard.einfo import ExceptionInfo
 from celery import Celery, Task
 from celery.app.trace import TraceInfo, build_tracer, trace_ok_t
 from celery.canvas import Signature, _chain, chord
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, TaskPredicate
 from celery.states import FAILURE, IGNORED, REJECTED, RETRY
 from celery.utils.log import get_logger
 
@@ -26,7 +26,7 @@ from brim.core.model import Reason, State
 from brim.gpu import frameworks
 from brim.gpu.probe import NodeFault, Probe, Sample, open_probe
 from brim.gpu.process import proc_id
-from brim.store.types import ClaimAnswer
+from brim.store.types import ClaimAnswer, OutOfMemoryAnswer
 
 from .attempts import Attempts, refusal
 from .envelope import HEADER, INTAKE_QUEUE, AttemptHeader
@@ -52,8 +52,9 @@ def prepare(app: Celery, hostname: str, attempts: Attempts) -> None:
 class Execution:
     """One attempt while this process runs it."""
 
-    def __init__(self, attempts: Attempts, task_id: str, attempt: AttemptHeader, proc: str) -> None:
+    def __init__(self, attempts: Attempts, task_id: str, attempt: AttemptHeader, proc: str, memory: OwnMemory) -> None:
         self.attempts = attempts
+        self.memory = memory
         self.task_id = task_id
         self.attempt = attempt
         self.proc = proc
@@ -78,27 +79,43 @@ class Execution:
         """Call ``function`` and claim the finish when it has returned or raised.
 
         An exception of `MemoryError`'s family would make the whole worker exit; it is replaced, after its
-        frames, which hold the task's memory, have been let go.
+        frames, which hold the task's memory, have been let go. One that says that a GPU's memory did not suffice
+        has the task placed again, while there is hope.
         """
         try:
             result = function(*args, **kwargs)
-        except MemoryError as error:
-            self._note_wanted(error)
-            out_of_memory = plain(error)
         except Exception as error:
-            self._note_wanted(error)
-            self.finish()
-            raise
+            again = self._is_tried_again(error)
+            if isinstance(error, MemoryError):
+                out_of_memory = plain(error)
+            elif not again:
+                self.finish()
+                raise
         else:
             self.finish()
             return result
+        if again:
+            self.refused = True
+            raise Ignore(f"task {self.task_id} ran out of GPU memory and is placed again")
         self.finish()
         raise out_of_memory
 
-    def _note_wanted(self, error: BaseException) -> None:
-        """What an error of a device's memory tells about the need; its frames still hold what the task had."""
-        if frameworks.is_out_of_memory(error) and (asked_mib := frameworks.asked_mib(error)) is not None:
+    def _is_tried_again(self, error: Exception) -> bool:
+        """Whether the error says that GPU memory ran out, and the task has been put back to be placed again.
+
+        Its frames still hold what the task had: what it wanted is that, and what the error says it asked for.
+        """
+        if isinstance(error, TaskPredicate) or not frameworks.is_out_of_memory(error):
+            return False
+        attempt = self.attempt
+        if (asked_mib := frameworks.asked_mib(error)) is not None:
             self.wanted_mib = frameworks.pool().allocated_mib + asked_mib
+        known_mib = max(frameworks.peak_mib() or 0, self.wanted_mib)
+        needed_mib = known_mib + attempt.context_mib if known_mib else 0
+        offered_mib = self.memory.offered_mib(attempt.devices)
+        text = failure(error).message
+        answer = self.attempts.out_of_memory(self.task_id, attempt, self.proc, text, needed_mib, offered_mib)
+        return answer is OutOfMemoryAnswer.WAITING
 
 
 _current: ContextVar[Execution | None] = ContextVar("brim_execution", default=None)
@@ -169,7 +186,7 @@ class Executor:
             attempt = AttemptHeader.read((request or {}).get(HEADER) or {})
             if attempt is None:
                 return trace(uuid, args, kwargs, request)
-            execution = Execution(self._attempts, uuid, attempt, self._proc)
+            execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory)
             answer = execution.bind()
             if answer is not ClaimAnswer.GRANTED:
                 return _ignored(refusal(attempt, uuid, "run", answer))
@@ -243,21 +260,25 @@ class OwnMemory:
 
     def leftover_mib(self, devices: Sequence[str]) -> list[int] | None:
         """MiB on each device; None where the driver does not tell (brim then waits for a report)."""
+        found = [(own, sample) for own, sample in self._sampled(devices) if own is not None]
+        return [own for own, _ in found] if len(found) == len(devices) else None
+
+    def offered_mib(self, devices: Sequence[str]) -> int | None:
+        """What it holds and what is free, on the device where that is least; None where the driver does not tell."""
+        found = [own + sample.free_mib for own, sample in self._sampled(devices) if own is not None]
+        return min(found) if len(found) == len(devices) else None
+
+    def _sampled(self, devices: Sequence[str]) -> list[tuple[int | None, Sample]]:
+        """Own MiB, None if unknown, and the sample, of each device that can be read."""
         if self._probe is None:
-            return None
+            return []
         try:
             samples = self._probe.sample()
         except Exception as error:  # whatever is wrong with measuring, the attempt ends
             log.warning("the executor's own memory is unknown: %s", error)
-            return None
-        amounts: list[int] = []
-        for uuid in devices:
-            sample = samples.get(uuid)
-            amount = sample.of(os.getpid()) if isinstance(sample, Sample) else None
-            if amount is None:
-                return None
-            amounts.append(amount)
-        return amounts
+            return []
+        read = [sample for uuid in devices if isinstance(sample := samples.get(uuid), Sample)]
+        return [(sample.of(os.getpid()), sample) for sample in read]
 
 
 def plain(error: MemoryError) -> TaskOutOfMemory:

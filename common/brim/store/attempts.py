@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from brim.core.model import AttemptView, Reason, State
+from brim.core.model import AttemptView, Demand, Reason, State
 
 from .base import Base, FencedError
 from .codec import dump
 from .runner import Arg
-from .types import ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome
+from .types import ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome, OutOfMemoryAnswer
 
 _PLACED_ON_THE_WAY = (State.PLACED, State.CLAIMED)
 
@@ -75,6 +75,38 @@ class AttemptSide(Base):
             "" if outcome.peak_mib is None else outcome.peak_mib,
         ]
         return EndAnswer(self.runner.run("end", names, args).decode())
+
+    def out_of_memory(
+        self,
+        task_id: str,
+        attempt: str,
+        devices: Sequence[str],
+        proc: str,
+        lane: str,
+        demand: Demand,
+        context_mib: int,
+        reason: Reason,
+        max_attempts: int,
+    ) -> OutOfMemoryAnswer:
+        """A running attempt ran out of GPU memory: its task waits again, in the ``lane`` of what it demands now.
+
+        FINAL if it has been lost too often (this loss counts towards ``max_attempts``) or has no further try.
+        """
+        keys = self.keys
+        names = [
+            keys.task(task_id),
+            keys.story(task_id),
+            keys.counts,
+            keys.changed,
+            keys.wake,
+            keys.availability,
+            keys.lane(lane),
+            keys.lanes,
+            keys.expiring,
+            *(keys.book(uuid) for uuid in devices),
+        ]
+        args: list[Arg] = [task_id, attempt, proc, lane, dump(demand), context_mib, dump(reason), max_attempts]
+        return OutOfMemoryAnswer(self.runner.run("oom", names, args).decode())
 
     def lose(
         self,
@@ -173,15 +205,14 @@ class AttemptSide(Base):
             if answer != "moved":
                 return CloseAnswer(answer)
 
-    def cancel(self, task_id: str, reason: Reason) -> CloseAnswer:
-        """Cancels a task wherever it is; MARKED means that its worker has to end it."""
-        allowed = (
-            State.SCHEDULED,
-            State.WAITING,
-            State.HANDED_OVER,
-            *_PLACED_ON_THE_WAY,
-            State.RUNNING,
-        )
+    def cancel(self, task_id: str, reason: Reason, *, running: bool = True) -> CloseAnswer:
+        """Cancels a task wherever it is; MARKED means that its worker has to end it.
+
+        A ``running`` one is not touched if that is false.
+        """
+        allowed = [State.SCHEDULED, State.WAITING, State.HANDED_OVER, *_PLACED_ON_THE_WAY]
+        if running:
+            allowed.append(State.RUNNING)
         return self.close(task_id, State.CANCELLED, reason, allowed)
 
     def revive(self, task_id: str, lane: str, why: Reason) -> bool:

@@ -63,6 +63,17 @@ class LoseAnswer(StrEnum):
     UNKNOWN = "unknown"
 
 
+class OutOfMemoryAnswer(StrEnum):
+    """What becomes of an attempt that ran out of memory."""
+
+    WAITING = "waiting"
+    """Its task is placed again."""
+    FINAL = "final"
+    """Its task is not tried again: let it fail."""
+    STALE = "stale"
+    UNKNOWN = "unknown"
+
+
 class CloseAnswer(StrEnum):
     """What became of a request to close a task."""
 
