@@ -43,7 +43,7 @@ class Admitter:
             return self._assess(source)
         except Exception as error:  # whatever is wrong, with it or with brim, one message must not stop intake
             text = f"the message could not be read: {type(error).__name__}: {error}"
-            return _malformed(source, MalformedMessage(Reason("unreadable", text)))
+            return _malformed(source, MalformedMessage(Reason("unreadable", text), *_names(source.raw)))
 
     def _assess(self, source: Peeked) -> Admission:
         try:
@@ -210,9 +210,11 @@ def _malformed(source: Peeked, error: MalformedMessage) -> Admission:
 
 
 def _names(raw: bytes) -> tuple[str | None, str | None]:
-    """Id and task of a message that is too large to look into further."""
+    """Id and task of a message that is not looked into further."""
     try:
         envelope = parse(raw)
     except MalformedMessage as error:
         return error.task_id, error.task
+    except Exception:  # whatever it is, it is told already
+        return None, None
     return envelope.identity.task_id, envelope.task

@@ -11,6 +11,9 @@ from .codec import dump, milliseconds
 from .runner import Arg, Call
 from .types import Admission, AdmitAnswer, Peeked
 
+REVOKES_KEPT, REVOKES_KEPT_S = 50_000, 10_800
+"""How many revoked ids are remembered, and for how long; as many as Celery's workers do."""
+
 
 class IntakeSide(Base):
     """Peeking at messages and admitting them; any number of replicas may do so at once."""
@@ -88,6 +91,22 @@ class IntakeSide(Base):
             ],
             args,
         )
+
+    def remember_revoked(self, ids: Sequence[str]) -> None:
+        """Remembers ids whose tasks, should they still come, are not to run."""
+        if not ids:
+            return
+        now = self.server_ms()
+        pipeline = self.client.pipeline(transaction=False)
+        pipeline.zadd(self.keys.revoked, dict.fromkeys(ids, now))
+        pipeline.zremrangebyscore(self.keys.revoked, "-inf", now - REVOKES_KEPT_S * 1000)
+        pipeline.zremrangebyrank(self.keys.revoked, 0, -REVOKES_KEPT - 1)
+        pipeline.execute()
+
+    def revoked(self, ids: Sequence[str]) -> list[str]:
+        """Which of the ids have been revoked."""
+        scores = self.client.zmscore(self.keys.revoked, ids) if ids else []
+        return [task_id for task_id, score in zip(ids, scores, strict=True) if score is not None]
 
     def release_due(self, limit: int) -> int:
         """Moves scheduled tasks whose eta has come into overflow; returns how many."""

@@ -80,6 +80,11 @@ class Keys:
         return f"{self.prefix}finished"
 
     @property
+    def revoked(self) -> str:
+        """ZSET id -> when (ms) Celery's revoke of it was heard."""
+        return f"{self.prefix}revoked"
+
+    @property
     def counts(self) -> str:
         """HASH state -> number of tasks."""
         return f"{self.prefix}counts"
