@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +26,9 @@ from brim.gpu.probe import NodeFault
 from brim.settings import ConfigurationError, PolicyChoice, Settings
 from brim.store import Store
 from brim.store.connection import ServerRefused, address
-from brim.store.types import CloseAnswer
+from brim.store.types import CloseAnswer, Record
 from brim_services import logs
+from brim_services.admission import UNESTIMATED
 from brim_services.dashboard import Snapshot, render, story_lines, task_table
 from brim_services.resources import load_table
 from brim_services.waits import explained
@@ -293,6 +294,85 @@ CANCELLED = {
     CloseAnswer.REFUSED: "not cancelled: it has ended, or is just ending",
     CloseAnswer.UNKNOWN: "not cancelled: brim does not know it",
 }
+
+
+# -- dead letters ----------------------------------------------------------------------------------------------
+
+dead = typer.Typer(help="Dead letters: tasks that brim gave up.", no_args_is_help=True)
+app.add_typer(dead, name="dead")
+
+DeadIds = Annotated[list[str] | None, typer.Argument(help="Celery task ids.")]
+All = Annotated[bool, typer.Option("--all", help="Every dead letter.")]
+
+
+@dead.command("list")
+def dead_list(
+    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """List dead letters, with the reason of each."""
+    tasks(State.DEAD, limit, as_json)
+
+
+@dead.command("show")
+def dead_show(task_id: Annotated[str, typer.Argument(help="The Celery task id.")], as_json: Json = False) -> None:
+    """Tell a dead letter's whole story."""
+    _, store = _open()
+    record = store.record(task_id)
+    if record is not None and record.state is not State.DEAD:
+        raise Refusal(f"task {task_id} is no dead letter: it is {record.state}")
+    show(task_id, as_json)
+
+
+@dead.command("retry")
+def dead_retry(task_ids: DeadIds = None, everything: All = False, as_json: Json = False) -> None:
+    """Try dead letters again, with a new run; their demand is worked out anew."""
+    reason = Reason("revived", "tried again by `brim dead retry`")
+
+    def retry(store: Store, record: Record) -> bool:
+        return store.revive(record.task_id, UNESTIMATED + record.task, reason)
+
+    _to_dead(task_ids, everything, as_json, retry, "tried again", "its message could not be kept")
+
+
+@dead.command("purge")
+def dead_purge(task_ids: DeadIds = None, everything: All = False, as_json: Json = False) -> None:
+    """Remove dead letters and their stories for good."""
+    _to_dead(task_ids, everything, as_json, lambda store, record: store.purge(record.task_id), "removed", "")
+
+
+def _to_dead(
+    task_ids: list[str] | None,
+    everything: bool,
+    as_json: bool,
+    action: Callable[[Store, Record], bool],
+    done: str,
+    otherwise: str,
+) -> None:
+    """Do something to the dead letters chosen; exit 1 if it could not be done to each."""
+    if bool(task_ids) == everything:
+        raise Refusal("name task ids, or --all")
+    _, store = _open()
+    ids = store.ids_in(State.DEAD) if everything else task_ids or []
+    found = {record.task_id: record for record in store.records(ids)}
+    refusals = {}
+    for task_id in ids:
+        record = found.get(task_id)
+        if record is None:
+            refusals[task_id] = "brim does not know it"
+        elif record.state is not State.DEAD:
+            refusals[task_id] = f"it is no dead letter: it is {record.state}"
+        elif not action(store, record):
+            refusals[task_id] = " or ".join(filter(None, [otherwise, "its producer has not been answered yet"]))
+    if as_json:
+        _print_json({task_id: refusals.get(task_id, done) for task_id in ids})
+    for task_id in ids:
+        if not as_json:
+            console.print(
+                f"{task_id}: not {done}: {refusals[task_id]}" if task_id in refusals else f"{task_id}: {done}"
+            )
+    if refusals:
+        raise typer.Exit(1)
 
 
 @app.command("audit")

@@ -174,6 +174,49 @@ def test_redis_away_names_its_address_but_no_password(brim: Run, monkeypatch: py
     assert "secret" not in err
 
 
+@pytest.fixture
+def dead(store: Store) -> str:
+    """A dead letter whose producer has been answered."""
+    reason = Reason("lost", "it was lost too often")
+    assert store.close("waits", State.DEAD, reason, [State.WAITING]) == "closed"
+    for owed in store.owed(10):
+        store.answered(owed)
+    return "waits"
+
+
+def test_dead_letters_are_listed_and_shown(brim: Run, dead: str) -> None:
+    assert "it was lost too often" in brim("dead", "list")[1]
+    assert [record["task_id"] for record in json.loads(brim("dead", "list", "--json")[1])] == [dead]
+    assert "it was lost too often" in brim("dead", "show", dead)[1]
+    code, _, err = brim("dead", "show", "placed")
+    assert (code, "is no dead letter: it is placed" in err) == (1, True)
+
+
+def test_a_dead_letter_is_tried_again(brim: Run, store: Store, dead: str) -> None:
+    assert brim("dead", "retry", dead) == (0, f"{dead}: tried again\n", "")
+
+    record = store.record(dead)
+    assert record is not None
+    assert (record.state, record.run) == (State.WAITING, 2)
+    code, out, _ = brim("dead", "retry", dead)
+    assert (code, out) == (1, f"{dead}: not tried again: it is no dead letter: it is waiting\n")
+
+
+def test_dead_letters_are_purged(brim: Run, store: Store, dead: str) -> None:
+    code, out, _ = brim("dead", "purge", dead, "nobody", "--json")
+
+    assert (code, json.loads(out)) == (1, {dead: "removed", "nobody": "brim does not know it"})
+    assert store.record(dead) is None
+    assert brim("dead", "purge", "--all") == (0, "", "")
+
+
+@pytest.mark.parametrize("argv", [["retry"], ["purge", "x", "--all"]])
+def test_dead_letters_must_be_chosen(brim: Run, store: Store, argv: list[str]) -> None:
+    code, _, err = brim("dead", *argv)
+
+    assert (code, err) == (1, "brim: name task ids, or --all")
+
+
 def test_estimate_shows_the_sum(brim: Run) -> None:
     code, out, _ = brim("estimate", "vision.segment", "--attr", "width=4096", "--attr", "height=4096")
 

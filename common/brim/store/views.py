@@ -56,6 +56,15 @@ class UserSide(Base):
             offset += page
         return found[:limit]
 
+    def ids_in(self, state: State) -> list[str]:
+        """Ids of all tasks in this state, newest first."""
+        ids = self.task_ids()
+        pipeline = self.client.pipeline(transaction=False)
+        for task_id in ids:
+            pipeline.hget(self.keys.task(task_id), "state")
+        found = zip(ids, pipeline.execute(), strict=True)
+        return [task_id for task_id, value in found if value is not None and value.decode() == state]
+
     def counts(self) -> dict[State, int]:
         """How many tasks are in each state; states without any are left out."""
         counts = {State(state.decode()): int(n) for state, n in self.client.hgetall(self.keys.counts).items()}
