@@ -47,6 +47,8 @@ log = logging.getLogger("brim.placement")
 WINDOW = 64
 """How many tasks of a lane the mirror holds; more are fetched when these are placed."""
 HOUSEKEEPING_S = 1.0
+CHECK_S = 30.0
+"""Between two looks at the books of all devices."""
 NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
 EXPIRED = Reason("expired", "its expires time passed before it was started")
 BEGUN = (State.RUNNING, State.FINISHING)
@@ -138,6 +140,9 @@ class PlacementService:
         self._elected_s = 0.0
         self._hearing_since_s = time.monotonic()
         self._housekeeping_s = 0.0
+        self._listened_s = 0.0
+        self._checked_s = 0.0
+        self._differences: set[str] = set()
         self._stale = True
 
     def lost_touch(self) -> None:
@@ -321,6 +326,16 @@ class PlacementService:
         self._bury_unfollowed()
         self._lose_nodes()
         self.store.forget_finished(self.settings.placement.retention_s, 1000)
+        self._check_books()
+
+    def _check_books(self) -> None:
+        """Says what is wrong in the devices' books, should anything be; what differs only once was under way."""
+        if time.monotonic() - self._checked_s < CHECK_S:
+            return
+        self._checked_s = time.monotonic()
+        before, self._differences = self._differences, set(self.store.audit_devices())
+        for difference in sorted(self._differences & before):
+            log.error("the books are wrong: %s (brim audit tells more)", difference)
 
     def _expire(self) -> None:
         for task_id in self.store.expired_ids(1000):
@@ -353,7 +368,11 @@ class PlacementService:
     def _lose_nodes(self) -> None:
         """Declares silent nodes lost and places their attempts again (DESIGN, "Deaths")."""
         timeout_s = self.settings.placement.lease_timeout_s
-        if time.monotonic() - self._hearing_since_s <= timeout_s:
+        now, before = time.monotonic(), self._listened_s
+        self._listened_s = now
+        if now - before > max(timeout_s / 2, 2 * HOUSEKEEPING_S):  # it has waited for Redis, as the agents have
+            self._hearing_since_s = now
+        if now - self._hearing_since_s <= timeout_s:
             return
         for view in self.mirror.nodes.values():
             if self.store.lose_node(self.epoch, view, timeout_s):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from brim.core.model import LIVE, TERMINAL, State
@@ -36,14 +36,14 @@ class _Everything:
 
     tasks: Mapping[str, _Task | None]
     books: Mapping[str, Mapping[bytes, bytes]]
-    lanes: Mapping[str, frozenset[str]]
     nodes: Mapping[str, NodeView | None]
     availability: Mapping[str, bytes]
-    counts: Mapping[State, int]
-    indexes: Mapping[State, frozenset[str]]
-    finished: frozenset[str]
-    expiring: frozenset[str]
-    owed: Counter[str]
+    lanes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    counts: Mapping[State, int] = field(default_factory=dict)
+    indexes: Mapping[State, frozenset[str]] = field(default_factory=dict)
+    finished: frozenset[str] = frozenset()
+    expiring: frozenset[str] = frozenset()
+    owed: Counter[str] = field(default_factory=Counter)
 
 
 class AuditSide(Base):
@@ -53,6 +53,32 @@ class AuditSide(Base):
         """Differences between records, books, lanes, counts and the availability table; empty is right."""
         found = self._read_everything()
         return [*_task_differences(found), *_index_differences(found), *_device_differences(found)]
+
+    def audit_devices(self) -> list[str]:
+        """The part of it that costs little, however many tasks there are: books against leases and the table."""
+        keys = self.keys
+        uuids, names = _texts(self.client.hkeys(keys.availability)), _texts(self.client.smembers(keys.nodes))
+        pipeline = self.client.pipeline(transaction=False)
+        for uuid in uuids:
+            pipeline.hgetall(keys.book(uuid))
+        held = [value for book in pipeline.execute() for name, value in book.items() if name.startswith(b"a:")]
+        ids = sorted({value.decode().split("|", 4)[4] for value in held})
+        pipeline = self.client.pipeline(transaction=True)
+        for task_id in ids:
+            pipeline.hmget(keys.task(task_id), *RECORD)
+        for uuid in uuids:
+            pipeline.hgetall(keys.book(uuid))
+        for name in names:
+            pipeline.hmget(keys.node(name), *NODE_FIELDS)
+        pipeline.hgetall(keys.availability)
+        answers = iter(pipeline.execute())
+        found = _Everything(
+            tasks={task_id: _task(next(answers)) for task_id in ids},
+            books={uuid: next(answers) for uuid in uuids},
+            nodes={name: _node(name, next(answers)) for name in names},
+            availability={uuid.decode(): entry for uuid, entry in next(answers).items()},
+        )
+        return list(_device_differences(found))
 
     def _read_everything(self) -> _Everything:
         keys, client = self.keys, self.client
@@ -73,12 +99,15 @@ class AuditSide(Base):
             pipeline.zrange(index, 0, -1)
         pipeline.lrange(keys.outbox, 0, -1)
         answers = iter(pipeline.execute())
+        tasks = {task_id: _task(next(answers)) for task_id in ids}
+        books = {uuid: next(answers) for uuid in uuids}
+        members = {lane: frozenset(_texts(next(answers))) for lane in lanes}
         return _Everything(
-            {task_id: _task(next(answers)) for task_id in ids},
-            {uuid: next(answers) for uuid in uuids},
-            {lane: frozenset(_texts(next(answers))) for lane in lanes},
+            tasks,
+            books,
             {name: _node(name, next(answers)) for name in names},
             {uuid.decode(): entry for uuid, entry in next(answers).items()},
+            members,
             {State(state.decode()): int(n) for state, n in next(answers).items()},
             {state: frozenset(_texts(next(answers))) for state in (State.SCHEDULED, State.HANDED_OVER)},
             frozenset(_texts(next(answers))),
@@ -160,17 +189,17 @@ def _book_differences(
     """One book against the leases, and its entry in the availability table against the book."""
     info, reserved, committed, busy = json.loads(book[b"info"]), Counter[str](), 0, 0
     milli, ram_mib = 0, 0
-    for field, value in book.items():
-        if field.startswith(b"a:"):
+    for name, value in book.items():
+        if name.startswith(b"a:"):
             vram, milli_cpus, ram, proc, task_id = value.decode().split("|", 4)
             busy, milli, ram_mib = busy + 1, milli + int(milli_cpus), ram_mib + int(ram)
-            if (uuid, field[2:].decode()) not in leased:
-                yield f"device {uuid}: holds attempt {field[2:].decode()} of {task_id}, which has no such lease"
+            if (uuid, name[2:].decode()) not in leased:
+                yield f"device {uuid}: holds attempt {name[2:].decode()} of {task_id}, which has no such lease"
             if proc:
                 reserved[proc] += int(vram)
             else:
                 committed += int(vram)
-    processes = {field[2:].decode(): value.decode() for field, value in book.items() if field.startswith(b"p:")}
+    processes = {name[2:].decode(): value.decode() for name, value in book.items() if name.startswith(b"p:")}
     reclaimable = 0
     for proc in processes.keys() | reserved.keys():
         measured, floor, _, _, doomed = processes.get(proc, "-1|0|0|0|0").split("|")
