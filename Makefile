@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo up test test-large test-compose test-ui check bench-calibration bench-sampling bench-page constraints clean
+.PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-page constraints clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -40,6 +40,12 @@ test-ui: $(READY) ## run the page in a real browser and the API against its own 
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
 	  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
 	$(BIN)/python -m pytest tests/ui $(ARGS)
+
+STORM_SECONDS ?= 60
+SEED ?= 1
+
+test-faults: $(READY) ## a random storm of faults: make test-faults STORM_SECONDS=600 SEED=1
+	@PYTHONPATH=tests $(BIN)/python -m faults.storm --seconds $(STORM_SECONDS) --seed $(SEED)
 
 check: $(READY) ## lint, types, import layers, and the wheel in a clean environment
 	$(BIN)/ruff check

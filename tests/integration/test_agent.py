@@ -1,4 +1,7 @@
-"""The node agent with real workers on simulated devices: whatever dies, attempts end and tasks go on."""
+"""The node agent with real workers on simulated devices: whatever dies, attempts end and tasks go on.
+
+What a whole cluster makes of it is tested in tests/faults.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from brim.core.model import Reason, State
+from brim.core.model import State
 from brim.gpu import simulated
 from brim_services import embedded
 from brim_services.keeper import members
@@ -76,42 +79,6 @@ def test_memory_of_outside_processes_is_external(served: Bench, monkeypatch: pyt
     with simulated.hold(served.device().uuid, 300):
         wait_until(lambda: served.device().external_mib == 300, what="it is reported")
     wait_until(lambda: served.device().external_mib == 0, what="it is gone from the reports")
-
-
-def test_a_killed_executors_task_is_placed_again_and_its_neighbour_runs_on(served: Bench, tmp_path: Path) -> None:
-    go = str(tmp_path / "go")
-    killed, neighbour = served.run(until=go), served.run(until=go)
-    committed_mib = served.device().committed_mib
-
-    since = time.monotonic()
-    os.kill(served.executor(killed), signal.SIGKILL)
-    served.wait_for(killed, State.WAITING)
-    assert time.monotonic() - since < 1.0
-    wait_until(lambda: served.device().committed_mib == committed_mib - 1000, what="its memory is free")
-
-    record = served.record(killed)
-    assert record.reason is not None
-    assert "was killed by SIGKILL" in record.reason.message
-    wait_until(served.admit_all, what="Celery has put the message back")
-    assert served.admit_all() == {}
-    served.place(killed)
-    served.wait_for(killed, State.RUNNING)
-    Path(go).touch()
-    assert served.wait_for(killed, State.SUCCEEDED).attempts == 2
-    assert served.wait_for(neighbour, State.SUCCEEDED).attempts == 1
-
-
-def test_a_task_that_ends_its_executor_is_dead_lettered_with_its_story(served: Bench) -> None:
-    task_id = served.admit("device.end_process", code=3)
-    for _ in range(2):
-        served.place(task_id)
-        served.wait_for(task_id, State.WAITING, State.DEAD)
-
-    record = served.record(task_id)
-    assert record.state is State.DEAD
-    assert record.reason is not None
-    assert "exited with code 3" in record.reason.message
-    assert reasons(served, task_id) == ["executor_died", "executor_died"]
 
 
 def test_a_killed_workers_tasks_are_placed_again_and_nothing_of_it_is_left(served: Bench, tmp_path: Path) -> None:
@@ -220,25 +187,6 @@ def test_a_killed_agents_workers_end_and_the_next_one_goes_on(bench: Bench, tmp_
     bench.wait_for(task_id, State.WAITING)
     assert reasons(bench, task_id) == ["agent_died"]
     wait_until(lambda: bench.up(bench.agents[-1]), what="the next agent serves the device", timeout_s=STARTING_S)
-    (tmp_path / "go").touch()
-    bench.place(task_id)
-    assert bench.wait_for(task_id, State.SUCCEEDED).attempts == 2
-
-
-def test_a_paused_agent_ends_what_is_no_longer_its_own_before_it_takes_work(bench: Bench, tmp_path: Path) -> None:
-    agent = bench.serve()
-    task_id = bench.run(until=str(tmp_path / "go"))
-    stale = bench.executor(task_id)
-
-    agent.signal(signal.SIGSTOP)
-    node = bench.store.nodes()[0]
-    wait_until(lambda: bench.store.lose_node(bench.epoch, node, 1.0), what="its lease has run out")
-    attempts, _ = bench.store.books(node.devices)
-    bench.store.lose(attempts[0], Reason("node_lost", "for the test"), counts=True, max_attempts=3)
-    agent.signal(signal.SIGCONT)
-
-    wait_until(lambda: bench.up(agent), what="the node is back", timeout_s=STARTING_S)
-    assert not Path(f"/proc/{stale}").exists()
     (tmp_path / "go").touch()
     bench.place(task_id)
     assert bench.wait_for(task_id, State.SUCCEEDED).attempts == 2

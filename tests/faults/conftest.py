@@ -1,0 +1,45 @@
+"""One cluster for all tests of single faults: each leaves it as it found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.cluster import Cluster, cluster
+from faults.town import Town
+
+SETTINGS = {
+    "placement__lease_timeout_s": 5.0,
+    "placement__start_timeout_s": 3.0,
+    "placement__leader_ttl_s": 2.0,
+    "placement__visibility_timeout_s": 60.0,
+    "intake__level1_limit": 2_000,
+    "intake__unfit_grace_s": 1.0,
+    "agent__restart_backoff_s": 0.1,
+    "agent__headroom_mib": 200,
+}
+VISIBILITY_S = 3
+"""Celery's own visibility timeout here: nearly every task runs longer than that."""
+
+
+@pytest.fixture(scope="package")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes of one device, two placements, one intake."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with cluster(
+        folder, nodes=2, placements=2, device="8GiB", settings=SETTINGS, transport={"visibility_timeout": VISIBILITY_S}
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def town(started: Cluster, tmp_path: Path) -> Iterator[Town]:
+    """The cluster, complete and idle before and after; nothing in it has crashed, and its books are right."""
+    made = Town(started, tmp_path)
+    made.settle()
+    yield made
+    made.release()
+    made.settle()
+    made.check()
