@@ -23,6 +23,7 @@ from brim.store.types import (
     MemoryReport,
     NodeRegistration,
     Outcome,
+    OutOfMemoryAnswer,
     Peeked,
 )
 from brim_services.invariants import check_invariants
@@ -619,6 +620,16 @@ def test_a_loss_tells_a_peak_only_if_the_attempt_outgrew_its_reservation(cluster
         assert [(peak.peak_mib, peak.out_of_memory) for peak in peaks] == [(mib, True) for mib in told]
         cluster.store.keep_learned(cluster.epoch, len(peaks), {})
         cluster.store.process_gone(GPU, "10.1")
+
+
+def test_running_out_of_memory_tells_what_was_wanted(cluster: Cluster) -> None:
+    cluster.admit("a", explanation=ESTIMATE)
+    attempt = cluster.run("a")
+    why = Reason("oom", "for the test")
+    answer = cluster.store.out_of_memory("a", attempt, [GPU], "10.1", "t|4500", Demand(4500), 300, why, 3, 4400)
+    assert answer is OutOfMemoryAnswer.WAITING
+    assert [(peak.peak_mib, peak.out_of_memory) for peak in cluster.store.peaks(10)] == [(4400, True)]
+    assert cluster.store.story("a")[-1]["peak_mib"] == 4400
 
 
 def test_a_sample_that_comes_after_the_end_changes_nothing(cluster: Cluster) -> None:

@@ -136,6 +136,7 @@ class Attempts:
             attempt.context_mib,
             Reason("oom", f"ran out of GPU memory with {attempt.vram_mib} MiB reserved: {then}: {text}"),
             self._max_attempts,
+            peak_mib or None,
         )
 
     def _patiently(self, call: Callable[[], T]) -> T:

@@ -87,10 +87,12 @@ class AttemptSide(Base):
         context_mib: int,
         reason: Reason,
         max_attempts: int,
+        peak_mib: int | None,
     ) -> OutOfMemoryAnswer:
         """A running attempt ran out of GPU memory: its task waits again, in the ``lane`` of what it demands now.
 
         FINAL if it has been lost too often (this loss counts towards ``max_attempts``) or has no further try.
+        ``peak_mib``: what it held and had asked for, for calibration a lower bound of its need; None if unknown.
         """
         keys = self.keys
         names = [
@@ -103,9 +105,11 @@ class AttemptSide(Base):
             keys.lane(lane),
             keys.lanes,
             keys.expiring,
+            keys.peaks,
             *(keys.book(uuid) for uuid in devices),
         ]
-        args: list[Arg] = [task_id, attempt, proc, lane, dump(demand), context_mib, dump(reason), max_attempts]
+        peak = "" if peak_mib is None else peak_mib
+        args: list[Arg] = [task_id, attempt, proc, lane, dump(demand), context_mib, dump(reason), max_attempts, peak]
         return OutOfMemoryAnswer(self.runner.run("oom", names, args).decode())
 
     def lose(

@@ -2,9 +2,9 @@
 -- Its executor lives and keeps the reservation as a floor until it is measured.
 --
 -- KEYS  1 record  2 story  3 counts  4 changed  5 wake  6 availability  7 lane of the new demand  8 lanes
---       9 expiring  10.. books
+--       9 expiring  10 peaks  11.. books
 -- ARGV  1 task id  2 attempt  3 proc  4 lane of the new demand  5 new demand JSON  6 context MiB  7 reason JSON
---       8 largest number of counted losses
+--       8 largest number of counted losses  9 what it held and had asked for in MiB, '' if unknown
 -- Returns  "waiting" | "final" (it was lost too often, is to be cancelled, or a newer run is here: let it fail)
 --          | "stale" | "unknown"
 
@@ -16,7 +16,8 @@ if known[2] ~= attempt or known[3] ~= ARGV[3] or state ~= 'running' then return 
 if known[4] or known[5] or tonumber(known[6] or '0') + 1 >= tonumber(ARGV[8]) then return 'final' end
 
 local now = now_ms()
-for i = 10, #KEYS do
+local noted = note_peak(record, KEYS[10], id, attempt, read_book(KEYS[11]), ARGV[9], true)
+for i = 11, #KEYS do
   release(KEYS[i], attempt, nil, tonumber(ARGV[6]), now)
   refresh(KEYS[i], KEYS[6], KEYS[4], KEYS[5])
 end
@@ -24,7 +25,7 @@ redis.call('HDEL', record, 'attempt', 'devices', 'node', 'boot', 'proc')
 redis.call('HSET', record, 'reason', ARGV[7], 'lane', ARGV[4], 'demand', ARGV[5])
 redis.call('HINCRBY', record, 'losses', 1)
 move(record, KEYS[3], state, 'waiting')
-tell(KEYS[2], now, 'lost', ',"attempt":"' .. attempt .. '"' .. because(ARGV[7]) .. ',"demand":' .. ARGV[5])
+tell(KEYS[2], now, 'lost', ',"attempt":"' .. attempt .. '"' .. because(ARGV[7]) .. noted .. ',"demand":' .. ARGV[5])
 if expires and expires ~= '' then redis.call('ZADD', KEYS[9], expires, id) end
 enqueue(record, KEYS[7], KEYS[8], KEYS[4], KEYS[5], id)
 return 'waiting'
