@@ -56,16 +56,21 @@ def stop_on_signals() -> threading.Event:
     return stop
 
 
+_told_away = threading.Event()
+"""Whether the log says that Redis is away."""
+
+
 def patiently(
     action: Callable[[], None], url: str, stop: threading.Event, lost_touch: Callable[[], None] = lambda: None
 ) -> None:
     """Calls ``action``, again and again with growing pauses while Redis is away, until it succeeds or ``stop``.
 
-    One log line says that Redis is away, one that it is back.
+    One log line says that Redis is away, one that it is back, however many threads notice.
     """
 
     def away(state: RetryCallState) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
+        if state.outcome is not None and not _told_away.is_set():
+            _told_away.set()
             log.warning("Redis at %s is away: %s; trying again", address(url), state.outcome.exception())
         lost_touch()
 
@@ -83,7 +88,8 @@ def patiently(
         if not (stop.is_set() and is_outage(error)):
             raise
         return
-    if attempts.statistics["attempt_number"] > 1:
+    if attempts.statistics["attempt_number"] > 1 and _told_away.is_set():
+        _told_away.clear()
         log.warning("Redis at %s is back", address(url))
 
 

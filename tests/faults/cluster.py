@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -95,12 +96,12 @@ class Cluster:
             self.supervisor.start(self.service(name))
         for name in self.node_names:
             self.supervisor.start(self.node(name))
-        self.supervisor.wait_until(self.is_complete, STARTING_S, "every device is up")
+        self.wait_until(self.is_complete, "every device is up", STARTING_S)
 
     def start_server(self) -> None:
         """Run the server again on its data, until it answers."""
         self.supervisor.start(self._server)
-        self.supervisor.wait_until(self.answers, STARTING_S, "the server answers")
+        self.wait_until(self.answers, "the server answers", STARTING_S)
 
     def service(self, name: str) -> Command:
         """How to run an intake or a placement."""
@@ -159,15 +160,17 @@ class Cluster:
                         yield node, child
 
     def wait_until(self, condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> None:
-        """Wait, while whatever dies is restarted and the server may be away."""
+        """Wait, while whatever is killed is restarted and the server may be away; nothing may end by itself."""
 
-        def holds() -> bool:
-            try:
-                return bool(condition())
-            except redis.RedisError:
-                return False
-
-        self.supervisor.wait_until(holds, timeout_s, what)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for death in self.supervisor.poll():
+                assert death.code <= 0, f"{death}\n{self.supervisor.children[death.name].last_lines()}"
+            with suppress(redis.RedisError):
+                if condition():
+                    return
+            time.sleep(0.02)
+        raise TimeoutError(f"not within {timeout_s:g} s: {what}")
 
     # -- what can be seen ------------------------------------------------------------------------------------
 

@@ -20,6 +20,13 @@ SENTINEL_PORT = 26379
 
 _TEMPORARY = ("LOADING", "READONLY", "BUSY", "OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED")
 
+_TEMPORARY_ERRORS = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+)
+
 
 class ServerRefused(Exception):
     """This server cannot be brim's: the message names the setting and what it must be."""
@@ -65,11 +72,13 @@ def is_outage(error: BaseException) -> bool:
     """Whether the server is away or cannot take writes for now, so that asking again later makes sense."""
     if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
         return False
-    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | exceptions.ReadOnlyError):
+    if isinstance(error, _TEMPORARY_ERRORS):
         return True
     if isinstance(error, exceptions.ResponseError):
-        # A script's error repeats the server's words behind its own: "... -OOM command not allowed ...".
-        return any(word in _TEMPORARY for word in str(error).replace("-", " ").split()[:12])
+        # Of a pipeline: "Command # 1 (HGETALL ...) of pipeline caused error: BUSY ...". A script's error repeats the
+        # server's words behind its own: "... -OOM command not allowed ...".
+        words = str(error).rpartition("caused error: ")[2]
+        return any(word in _TEMPORARY for word in words.replace("-", " ").split()[:12])
     return isinstance(error, OSError)
 
 
