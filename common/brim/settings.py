@@ -142,6 +142,12 @@ class Placement(Section):
 
     policy_file: Path = Field(Path("configs/placement.yaml"), description="policy and weights of the choice")
     ahead: int = Field(1, ge=0, description="most tasks placed behind the busy executors of one device")
+    promises: int = Field(
+        -1, ge=-1, description="most waiting tasks that devices are kept for; -1: one, or about 6 % of the nodes"
+    )
+    promise_after_s: float = Field(
+        0.0, ge=0, description="how long a task waits before devices may be kept for it, in seconds"
+    )
     lease_timeout_s: float = Field(15.0, gt=0, description="a node silent for this long is lost, in seconds")
     start_timeout_s: float = Field(
         10.0,
@@ -310,7 +316,7 @@ class Settings(BaseSettings):
         return variables
 
 
-class Weights(Section):
+class BalancedWeights(Section):
     """How much each preset principle counts (requirement A7); only their ratios matter."""
 
     server_load: float = Field(1.0, ge=0, description="balance of task load among worker servers")
@@ -318,11 +324,34 @@ class Weights(Section):
     satisfaction: float = Field(1.0, ge=0, description="how well the memory left satisfies likely tasks")
 
 
-class PolicyChoice(Section):
-    """`configs/placement.yaml`: the preset and its weights."""
+class PackedWeights(Section):
+    """How much each score of `packed` counts; only their ratios matter."""
 
-    policy: Literal["balanced", "first-fit"] = Field("balanced", description="preset principle of the choice")
+    fill: float = Field(1.0, ge=0, description="how full the chosen GPUs will get in the end")
+    usable: float = Field(0.03, ge=0, description="how much memory stays usable for likely tasks, by scarcity")
+    unstranded: float = Field(0.06, ge=0, description="how little GPU memory is left without CPU to feed it")
+    cheapness: float = Field(1.0, ge=0, description="how little the server is what others must have")
+
+
+class Weights(Section):
+    """The weights of the policies that have several scores."""
+
+    balanced: BalancedWeights = BalancedWeights()
+    packed: PackedWeights = PackedWeights()
+
+
+class PolicyChoice(Section):
+    """`configs/placement.yaml`: the policy and its weights."""
+
+    policy: Literal["balanced", "packed", "spread", "best-fit", "first-fit", "fgd"] = Field(
+        "balanced", description="how placement chooses among the places that fit"
+    )
     weights: Weights = Weights()
+
+    @property
+    def chosen_weights(self) -> dict[str, float]:
+        """The weights of the chosen policy's scores."""
+        return dict(getattr(self.weights, self.policy, ()))
 
     @classmethod
     def load(cls, path: Path) -> Self:

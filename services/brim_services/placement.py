@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from brim.celery.envelope import BrokerLayout, attempt_fields, slot
 from brim.core.model import Reason, State
 from brim.core.placement import (
-    PRESETS,
     Cluster,
     Lane,
     Placement,
@@ -27,7 +26,7 @@ from brim.core.placement import (
     PlannerSettings,
     Promise,
     Waiting,
-    balanced,
+    make_policy,
 )
 from brim.settings import PolicyChoice, Settings
 from brim.store import FencedError, Store
@@ -401,8 +400,16 @@ class PlacementService:
 def make_planner(settings: Settings, *, ignore_memory: bool = False) -> Planner:
     """The planner that the settings and their policy file ask for. Raises ``ConfigurationError``."""
     choice = PolicyChoice.load(settings.placement.policy_file)
-    policy = balanced(choice.weights.model_dump()) if choice.policy == "balanced" else PRESETS[choice.policy]()
-    return Planner(policy, PlannerSettings(ahead=settings.placement.ahead, ignore_memory=ignore_memory))
+    chosen = settings.placement
+    return Planner(
+        make_policy(choice.policy, choice.chosen_weights),
+        PlannerSettings(
+            ahead=chosen.ahead,
+            promises=None if chosen.promises < 0 else chosen.promises,
+            promise_after_s=chosen.promise_after_s,
+            ignore_memory=ignore_memory,
+        ),
+    )
 
 
 def run(settings: Settings, *, ignore_memory: bool = False) -> None:

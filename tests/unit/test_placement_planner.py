@@ -16,6 +16,7 @@ from brim.core.placement import (
     Planner,
     PlannerSettings,
     Promise,
+    make_policy,
     node_shortage,
     shortage,
 )
@@ -27,7 +28,7 @@ policies = st.sampled_from(sorted(PRESETS))
 
 
 def planner(policy: str = "balanced", **fields: object) -> Planner:
-    return Planner(PRESETS[policy](), PlannerSettings(**fields))  # type: ignore[arg-type]
+    return Planner(make_policy(policy), PlannerSettings(**fields))  # type: ignore[arg-type]
 
 
 class TestEveryPlan:
@@ -91,7 +92,7 @@ class TestOrder:
             device("b", committed_mib=24 * GIB - 512 - 7 * GIB, busy=1),
         ]
         # when a small task comes
-        plan = Planner(PRESETS["balanced"](), mix=mix).plan(cluster_of(made), [lane("x", SMALL, 1)], 0.0)
+        plan = Planner(make_policy("balanced"), mix=mix).plan(cluster_of(made), [lane("x", SMALL, 1)], 0.0)
         # then it goes where nothing is lost
         assert plan.placements[0].devices == ("GPU-b-0",)
 

@@ -163,7 +163,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "field"),
-    [("policy: fastest\n", "policy"), ("weights: {speed: 1}\n", "weights.speed"), ("[1]\n", "")],
+    [("policy: fastest\n", "policy"), ("weights: {packed: {speed: 1}}\n", "weights.packed.speed"), ("[1]\n", "")],
 )
 def test_errors_in_the_policy_name_the_file_and_the_field(tmp_path: Path, text: str, field: str) -> None:
     path = written(tmp_path, text, "placement.yaml")

@@ -59,8 +59,9 @@ class Reason:
 class Demand:
     """What one task asks for (requirement A2); the same for every task of one overflow lane.
 
-    ``vram_mib`` is per GPU. ``cpus`` and ``ram_mib`` are host resources, 0 when not declared.
-    Empty ``gpu_models`` and ``labels`` constrain nothing.
+    ``vram_mib`` is per GPU; ``gpus`` GPUs of one node. ``cpus`` and ``ram_mib`` are host resources of the whole
+    task, 0 when not declared. Empty ``gpu_models`` and ``labels`` constrain nothing. ``whole`` wishes for whole
+    GPUs: they must be empty, have at least ``vram_mib``, and are held entirely.
     """
 
     vram_mib: int
@@ -69,6 +70,7 @@ class Demand:
     ram_mib: int = 0
     gpu_models: tuple[str, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,26 @@ class Device:
     def available_mib(self) -> int:
         """What may still be given away; negative when external use has grown into it."""
         return self.total_mib - self.headroom_mib - self.external_mib - self.committed_mib
+
+    def holding(self, mib: int) -> Device:
+        """The device after one more attempt was reserved on it."""
+        return Device(
+            self.uuid,
+            self.node,
+            self.index,
+            self.model,
+            self.total_mib,
+            self.headroom_mib,
+            self.external_mib,
+            self.committed_mib + mib,
+            self.executors,
+            self.busy + 1,
+            self.reclaimable_mib,
+            self.tasks,
+            self.cpus_used,
+            self.ram_used_mib,
+            self.state,
+        )
 
     @property
     def queue(self) -> str:

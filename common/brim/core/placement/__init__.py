@@ -4,7 +4,7 @@ from brim.core.placement.cluster import Cluster, Site
 from brim.core.placement.fit import node_shortage, place_name, shortage
 from brim.core.placement.mix import Mix
 from brim.core.placement.planner import Lane, Placement, Plan, Planner, PlannerSettings, Waiting
-from brim.core.placement.policy import PRESETS, Policy, balanced, first_fit
+from brim.core.placement.policy import PRESETS, Policy, make_policy
 from brim.core.placement.promise import Beside, Promise
 
 __all__ = [
@@ -21,8 +21,7 @@ __all__ = [
     "Promise",
     "Site",
     "Waiting",
-    "balanced",
-    "first_fit",
+    "make_policy",
     "node_shortage",
     "place_name",
     "shortage",

@@ -7,6 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from brim.core.model import Demand, Device, Node
+from brim.core.placement.fit import capacity_mib, claim_mib, milli
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What stays the same at a site whatever runs there."""
+
+    labels: frozenset[tuple[str, str]]
+    cpu_milli: int
+    """Thousandths of a CPU; 0 where the server has not declared any."""
+    devices: tuple[tuple[str, str, int], ...]
+    """(model, digest of registered tasks, capacity in MiB) of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +27,14 @@ class Site:
 
     node: Node
     devices: tuple[Device, ...]
+    shape: Shape
+
+    @classmethod
+    def of(cls, node: Node, devices: Iterable[Device]) -> Site:
+        """A site with these devices in their order."""
+        ordered = tuple(sorted(devices, key=lambda each: (each.index, each.uuid)))
+        each = tuple((device.model, device.tasks, capacity_mib(device)) for device in ordered)
+        return cls(node, ordered, Shape(frozenset(node.labels.items()), milli(node.cpus), each))
 
     @property
     def name(self) -> str:
@@ -31,15 +51,30 @@ class Site:
         devices = list(self.devices)
         for position in positions:
             device = devices[position]
-            devices[position] = replace(
-                device, committed_mib=device.committed_mib + demand.vram_mib, busy=device.busy + 1
-            )
+            devices[position] = device.holding(claim_mib(device, demand))
         node = self.node
         if demand.cpus or demand.ram_mib:
-            node = replace(
-                node, cpus_used=node.cpus_used + demand.cpus, ram_used_mib=node.ram_used_mib + demand.ram_mib
+            node = Node(
+                node.name,
+                node.labels,
+                node.cpus,
+                node.ram_mib,
+                node.cpus_used + demand.cpus,
+                node.ram_used_mib + demand.ram_mib,
             )
-        return Site(node, tuple(devices))
+        return Site(node, tuple(devices), self.shape)
+
+    def without(self, positions: Iterable[int], claims_mib: Iterable[int], demand: Demand) -> Site:
+        """The site after an attempt that held these amounts on these devices has ended."""
+        devices = list(self.devices)
+        for position, mib in zip(positions, claims_mib, strict=True):
+            device = devices[position]
+            devices[position] = replace(device, committed_mib=device.committed_mib - mib, busy=device.busy - 1)
+        node = self.node
+        if demand.cpus or demand.ram_mib:
+            cpus_used, ram_used_mib = node.cpus_used - demand.cpus, node.ram_used_mib - demand.ram_mib
+            node = replace(node, cpus_used=cpus_used, ram_used_mib=ram_used_mib)
+        return Site(node, tuple(devices), self.shape)
 
 
 class Cluster:
@@ -54,11 +89,12 @@ class Cluster:
         self.tasksets: dict[str, frozenset[str]] = dict(tasksets or {})
         self._sites: dict[str, Site] = {}
         self._home: dict[str, str] = {}
-        self._ordered: list[str] | None = None
+        self._ordered: tuple[str, ...] | None = None
         self._journal: list[Site] = []
+        self._watchers: list[set[str]] = []
 
     def __iter__(self) -> Iterator[Site]:
-        for name in self._order():
+        for name in self.order():
             yield self._sites[name]
 
     def __getitem__(self, node: str) -> Site:
@@ -66,6 +102,18 @@ class Cluster:
 
     def __contains__(self, node: str) -> bool:
         return node in self._sites
+
+    def order(self) -> tuple[str, ...]:
+        """The names of all nodes in the fixed order; the same object until a node comes or goes."""
+        if self._ordered is None:
+            self._ordered = tuple(sorted(self._sites, key=natural))
+        return self._ordered
+
+    def watch(self) -> set[str]:
+        """A set that will collect the names of nodes that change from now on; whoever reads it empties it."""
+        changed = set(self._sites)
+        self._watchers.append(changed)
+        return changed
 
     def device(self, uuid: str) -> Device | None:
         """The device as last seen; None if it is unknown."""
@@ -77,13 +125,12 @@ class Cluster:
         """Take over what the table says of one device; it replaces whatever was known or tried."""
         if self._home.get(device.uuid, device.node) != device.node:
             self.remove(device.uuid)
-        site = self._sites.get(device.node)
-        if site is None:
-            site = self._add(Site(Node(device.node), ()))
+        site = self._sites.get(device.node) or Site.of(Node(device.node), ())
         others = [other for other in site.devices if other.uuid != device.uuid]
-        devices = sorted([*others, device], key=lambda each: (each.index, each.uuid))
-        self._sites[device.node] = Site(site.node, tuple(devices))
+        if len(others) < len(site.devices) and device in site.devices:
+            return
         self._home[device.uuid] = device.node
+        self._put(Site.of(site.node, [*others, device]))
 
     def remove(self, uuid: str) -> None:
         """Forget a device; unknown ones are no error."""
@@ -91,15 +138,14 @@ class Cluster:
         if name is None:
             return
         site = self._sites[name]
-        self._sites[name] = Site(site.node, tuple(device for device in site.devices if device.uuid != uuid))
+        self._put(Site.of(site.node, [device for device in site.devices if device.uuid != uuid]))
 
     def update_node(self, node: Node) -> None:
         """Take over what the table says of a worker server; its devices stay."""
         site = self._sites.get(node.name)
-        if site is None:
-            self._add(Site(node, ()))
-        else:
-            self._sites[node.name] = Site(node, site.devices)
+        if site is not None and site.node == node:
+            return
+        self._put(Site.of(node, site.devices if site else ()))
 
     def remove_node(self, name: str) -> None:
         """Forget a node and its devices; unknown ones are no error."""
@@ -109,6 +155,8 @@ class Cluster:
         self._ordered = None
         for device in site.devices:
             del self._home[device.uuid]
+        for changed in self._watchers:
+            changed.add(name)
 
     def runs(self, device: Device, task: str) -> bool:
         """Whether the device's worker has registered the task (only then it is eligible)."""
@@ -118,28 +166,34 @@ class Cluster:
         """Hold the demand on these devices of one node; `undo` takes it back."""
         uuids = tuple(uuids)
         site = self._sites[self._home[uuids[0]]]
+        self.hold(site.name, site.positions(uuids), demand)
+
+    def hold(self, node: str, positions: Iterable[int], demand: Demand) -> None:
+        """The same by positions in the node's devices; a demand without GPUs takes host resources alone."""
+        site = self._sites[node]
         self._journal.append(site)
-        self._sites[site.name] = site.holding(site.positions(uuids), demand)
+        self._put(site.holding(positions, demand))
+
+    def release(self, node: str, positions: Iterable[int], claims_mib: Iterable[int], demand: Demand) -> None:
+        """An attempt that held these amounts has ended; this settles all earlier reservations."""
+        self.settle()
+        self._put(self._sites[node].without(positions, claims_mib, demand))
 
     def undo(self, steps: int = 1) -> None:
         """Take back the last reservations; nothing else may have changed in between."""
         for _ in range(steps):
-            site = self._journal.pop()
-            self._sites[site.name] = site
+            self._put(self._journal.pop())
 
     def settle(self) -> None:
         """Keep every reservation made so far; they can no longer be undone."""
         self._journal.clear()
 
-    def _add(self, site: Site) -> Site:
+    def _put(self, site: Site) -> None:
+        if site.name not in self._sites:
+            self._ordered = None
         self._sites[site.name] = site
-        self._ordered = None
-        return site
-
-    def _order(self) -> list[str]:
-        if self._ordered is None:
-            self._ordered = sorted(self._sites, key=natural)
-        return self._ordered
+        for changed in self._watchers:
+            changed.add(site.name)
 
 
 def natural(name: str) -> tuple[tuple[str | int, ...], str]:

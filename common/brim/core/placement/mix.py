@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from brim.core.model import Demand
 
@@ -10,8 +11,15 @@ FORGET_BELOW = 1e-3
 """A class whose remembered count has decayed to this is dropped."""
 
 
+@dataclass(slots=True)
+class _Seen:
+    count: float = 0.0
+    run_s: float = 0.0
+    runs: float = 0.0
+
+
 class Mix:
-    """How often each demand was seen, the past fading over ``memory`` observations.
+    """How often each demand was seen and how long it ran, the past fading over ``memory`` observations.
 
     Each observation counts 1 and ages by the factor 1 − 1/memory with every later one. It is implemented by
     letting new observations weigh more, so that one costs O(1).
@@ -20,25 +28,61 @@ class Mix:
     def __init__(self, memory: float = 1000.0) -> None:
         self._growth = 1.0 / (1.0 - 1.0 / memory)
         self._unit = 1.0
-        self._counts: dict[Demand, float] = {}
+        self._seen: dict[Demand, _Seen] = {}
+        self.version = 0
+        """Grows by 1 with every observation."""
+
+    @classmethod
+    def of(cls, counts: Iterable[tuple[Demand, float]]) -> Mix:
+        """A mix that is known beforehand."""
+        mix = cls()
+        for demand, count in counts:
+            mix._seen.setdefault(demand, _Seen()).count += count
+        return mix
 
     def observe(self, demand: Demand) -> None:
         """Count one admitted task of this demand."""
-        self._unit *= self._growth
-        self._counts[demand] = self._counts.get(demand, 0.0) + self._unit
-        if self._unit > 1e100:
-            self._rescale()
+        self._entry(demand).count += self._unit
 
-    def shares(self) -> Iterator[tuple[Demand, float]]:
-        """Each demand with its share of the whole; the shares sum to 1."""
-        total = sum(self._counts.values())
-        for demand, count in self._counts.items():
-            yield demand, count / total
+    def ran(self, demand: Demand, seconds: float) -> None:
+        """Count one ended task of this demand that had run so long."""
+        entry = self._entry(demand)
+        entry.run_s += self._unit * seconds
+        entry.runs += self._unit
+
+    def shares(self) -> list[tuple[Demand, float]]:
+        """Each demand with its share of the whole, largest first; the shares sum to 1.
+
+        Where run times are known, a demand weighs by GPUs × mean run time × count: what it will occupy. A demand
+        without a known run time takes the mean of all. As long as none is known, demands weigh by count.
+        """
+        runs = sum(entry.runs for entry in self._seen.values())
+        mean_s = sum(entry.run_s for entry in self._seen.values()) / runs if runs else 0.0
+        weighed = []
+        for demand, entry in self._seen.items():
+            weight = entry.count
+            if mean_s > 0:
+                weight *= max(1, demand.gpus) * (entry.run_s / entry.runs if entry.runs else mean_s)
+            weighed.append((demand, weight))
+        total = sum(weight for _, weight in weighed)
+        weighed.sort(key=lambda pair: -pair[1])
+        return [(demand, weight / total) for demand, weight in weighed if weight > 0]
 
     def __bool__(self) -> bool:
-        return bool(self._counts)
+        return any(entry.count > 0 for entry in self._seen.values())
+
+    def _entry(self, demand: Demand) -> _Seen:
+        self.version += 1
+        self._unit *= self._growth
+        if self._unit > 1e100:
+            self._rescale()
+        return self._seen.setdefault(demand, _Seen())
 
     def _rescale(self) -> None:
-        scaled = {demand: count / self._unit for demand, count in self._counts.items()}
-        self._counts = {demand: count for demand, count in scaled.items() if count > FORGET_BELOW}
+        for demand, entry in list(self._seen.items()):
+            entry.count /= self._unit
+            entry.run_s /= self._unit
+            entry.runs /= self._unit
+            if entry.count < FORGET_BELOW:
+                del self._seen[demand]
         self._unit = 1.0

@@ -1,21 +1,33 @@
 """Which waiting tasks start where: order, backfill and promises (DESIGN, "Overflow feeds executors").
 
-`Planner.plan` is a pure function of its arguments: same cluster, lanes, promises and ``now`` → same plan.
+`Planner.plan` decides from its arguments alone: same cluster, lanes, promises and ``now`` → same placements. What a
+planner remembers between calls only saves it from working out again what has not changed.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from brim.core.model import Demand, Device, Reason
-from brim.core.placement.cluster import Cluster, Site
-from brim.core.placement.fit import UP, capacity_mib, node_shortage, place_name, shortage
+from brim.core.model import Demand, Reason
+from brim.core.placement.board import Board, Spot
+from brim.core.placement.cluster import Cluster
+from brim.core.placement.fit import node_shortage, place_name
 from brim.core.placement.mix import Mix
-from brim.core.placement.policy import Choice, Policy
-from brim.core.placement.promise import Beside, Promise, nearest
+from brim.core.placement.policy import Policy
+from brim.core.placement.promise import Beside, Promise
+from brim.core.placement.survey import Survey
+
+RENEWED = 4
+"""Reasons of lanes that waited before that are worked out anew in each plan, the oldest first."""
+
+PROMISED_SHARE = 0.06
+"""Promises for each node, where their number is not set."""
+
+SMALL_CLUSTER = 8
+"""Up to so many nodes there is one promise, where their number is not set; above, at least two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +53,22 @@ class Lane:
 class PlannerSettings:
     """What the owner chooses about overflow.
 
-    ``ahead``: tasks that may be placed behind the busy executors of a device. ``promises``: how many waiting
-    tasks hold a promise at a time. ``promise_after_s``: how long a task waits before it may get one.
-    ``ignore_memory``: place without looking at memory; for the demo that must fail.
+    ``ahead``: tasks that may be placed behind the busy executors of a device. ``promises``: how many waiting tasks
+    hold a promise at a time; None: about 6 % of the nodes, at least 2, but one in a cluster of up to 8 nodes.
+    ``promise_after_s``: how long a task waits before it may get one. ``ignore_memory``: place without looking at
+    memory; for the demo that must fail.
     """
 
     ahead: int = 1
-    promises: int = 1
+    promises: int | None = None
     promise_after_s: float = 0.0
     ignore_memory: bool = False
+
+    def promises_for(self, nodes: int) -> int:
+        """The number of promises in a cluster of so many nodes."""
+        if self.promises is not None:
+            return self.promises
+        return 1 if nodes <= SMALL_CLUSTER else max(2, round(PROMISED_SHARE * nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +77,7 @@ class Placement:
 
     task_id: str
     lane: str
+    node: str
     devices: tuple[str, ...]
     demand: Demand
     behind: bool = False
@@ -84,41 +104,59 @@ NO_PROMISES: Mapping[str, Promise] = MappingProxyType({})
 class Planner:
     """Plans with one policy, one set of settings and the mix of demands seen so far.
 
-    Feed ``mix`` with every admitted task; nothing else about a planner ever changes.
+    Feed ``mix`` with every admitted task and every run time.
     """
 
     def __init__(self, policy: Policy, settings: PlannerSettings | None = None, mix: Mix | None = None) -> None:
         self.policy = policy
         self.settings = settings or PlannerSettings()
-        self.mix = mix or Mix()
+        self.mix = Mix() if mix is None else mix
+        self._memory: _Memory | None = None
 
     def plan(
-        self,
-        cluster: Cluster,
-        lanes: Iterable[Lane],
-        now_s: float,
-        promises: Mapping[str, Promise] = NO_PROMISES,
+        self, cluster: Cluster, lanes: Iterable[Lane], now_s: float, promises: Mapping[str, Promise] = NO_PROMISES
     ) -> Plan:
         """Decide for every lane, most urgent head first; the cluster is left as it was found.
 
         ``promises`` are those of the last plan whose placements were all committed. After a refused commit,
         refresh the cluster and plan again with the promises from before.
         """
-        return _Pass(self, cluster, {lane.key: lane for lane in lanes}, now_s).run(promises)
+        if self._memory is None or self._memory.cluster is not cluster:
+            self._memory = _Memory(self, cluster)
+        return _Pass(self.settings, self._memory, {lane.key: lane for lane in lanes}, now_s).run(promises)
+
+
+class _Memory:
+    """What a planner remembers about one cluster: scores, what stands in the way, and reasons given lately."""
+
+    def __init__(self, planner: Planner, cluster: Cluster) -> None:
+        memory = not planner.settings.ignore_memory
+        self.cluster = cluster
+        self.board = Board(cluster, planner.policy, planner.mix, memory=memory)
+        self.behind = (
+            Board(cluster, planner.policy, planner.mix, planner.settings.ahead, memory=memory)
+            if planner.settings.ahead
+            else None
+        )
+        self.survey = Survey(cluster)
+        self.reasons: dict[str, tuple[str, Reason]] = {}
+        """Lane → (head, reason), the longest known first."""
+        self.veiled: set[str] = set()
 
 
 class _Pass:
     """One call of `Planner.plan`."""
 
-    def __init__(self, planner: Planner, cluster: Cluster, lanes: dict[str, Lane], now_s: float) -> None:
-        self.policy = planner.policy
-        self.settings = planner.settings
-        self.mix = planner.mix
-        self.cluster = cluster
+    def __init__(self, settings: PlannerSettings, memory: _Memory, lanes: dict[str, Lane], now_s: float) -> None:
+        self.settings = settings
+        self.memory = memory
+        self.cluster = memory.cluster
+        self.board = memory.board
         self.lanes = lanes
         self.now_s = now_s
         self.plan = Plan()
         self.blocked: list[tuple[Lane, Waiting]] = []
+        self.most_promises = settings.promises_for(len(memory.cluster.order()))
 
     def run(self, promises: Mapping[str, Promise]) -> Plan:
         self._keep(promises)
@@ -131,8 +169,11 @@ class _Pass:
                 self._block(lane, lane.waiting[position])
             elif position + 1 < len(lane.waiting):
                 heapq.heappush(heads, (lane.waiting[position + 1].score, key, position + 1))
+        self._explain()
         self.cluster.undo(len(self.plan.placements))
         return self.plan
+
+    # -- promises kept -----------------------------------------------------------------------------------------
 
     def _keep(self, promises: Mapping[str, Promise]) -> None:
         """Carry promises over that can still be held and whose task still waits.
@@ -141,199 +182,109 @@ class _Pass:
         """
         for task_id, promise in promises.items():
             lane = self.lanes.get(promise.lane)
-            if lane is None or all(waiting.task_id != task_id for waiting in lane.waiting):
+            if lane is None or not any(waiting.task_id == task_id for waiting in lane.waiting):
                 continue
-            if promise.node in self.cluster and promise.bears(self.cluster[promise.node]):
+            if promise.node in self.cluster and promise.holds(self.cluster[promise.node]):
                 self.plan.promises[lane.waiting[0].task_id] = promise
+        for node in self.memory.veiled | {promise.node for promise in self.plan.promises.values()}:
+            self._veil(node)
+
+    def _veil(self, node: str) -> None:
+        """Let the boards see of a node what its promise leaves to others."""
+        promise = next((promise for promise in self.plan.promises.values() if promise.node == node), None)
+        view = None if promise is None else promise.view(self.cluster[node])
+        (self.memory.veiled.discard if view is None else self.memory.veiled.add)(node)
+        self.board.veil(node, view)
+        if self.memory.behind is not None:
+            self.memory.behind.veil(node, view)
+
+    # -- starting ----------------------------------------------------------------------------------------------
 
     def _start(self, lane: Lane, head: Waiting) -> bool:
         """Place the task at once, or behind busy executors if no eligible device has an idle one."""
-        if self._place(lane, head, ahead=0):
-            return True
-        if self.settings.ahead == 0 or any(device.busy < device.executors for device in self._takers(lane)):
+        spot, behind = self._spot(self.board, lane, head), False
+        if spot is None and self.memory.behind is not None and not self.board.idle(lane.demand, lane.task):
+            spot, behind = self._spot(self.memory.behind, lane, head), True
+        if spot is None:
             return False
-        return self._place(lane, head, ahead=self.settings.ahead)
-
-    def _place(self, lane: Lane, head: Waiting, ahead: int) -> bool:
-        best: tuple[int, Site, Choice] | None = None
-        for site in self.cluster:
-            for choice in self._choices(site, lane, head, ahead):
-                rating = self.policy.rate(site, choice, lane.demand, self.mix)
-                if best is None or rating > best[0]:
-                    best = rating, site, choice
-        if best is None:
-            return False
-        _, site, choice = best
-        behind = any(site.devices[position].busy >= site.devices[position].executors for position in choice)
-        devices = tuple(site.devices[position].uuid for position in choice)
+        site = self.cluster[spot.node]
+        devices = tuple(site.devices[position].uuid for position in spot.positions)
         kept = self.plan.promises.pop(head.task_id, None)
-        self._join(site, Beside(head.task_id, devices, lane.demand))
-        self.cluster.reserve(devices, lane.demand)
-        self.plan.placements.append(Placement(head.task_id, lane.key, devices, lane.demand, behind))
+        self.cluster.hold(spot.node, spot.positions, lane.demand)
+        self.plan.placements.append(Placement(head.task_id, lane.key, spot.node, devices, lane.demand, behind))
+        for task_id, promise in self.plan.promises.items():
+            if promise.node == spot.node:
+                self.plan.promises[task_id] = promise.joined(Beside(head.task_id, devices, lane.demand))
+                self._veil(spot.node)
         if kept is not None:
+            self._veil(kept.node)
             # The turn goes to the most urgent head in line before anybody less urgent can pass it.
             for waiting_lane, waiting in self.blocked:
                 self._promise(waiting_lane, waiting)
         return True
 
-    def _choices(self, site: Site, lane: Lane, head: Waiting, ahead: int) -> Iterator[Choice]:
-        """The device sets of the site that could take the task: neighbours in free memory, fullest first."""
-        demand = lane.demand
-        if node_shortage(site.node, demand) is not None:
-            return
-        fitting = [
-            position for position in self._eligible(site, lane) if self._fits(site.devices[position], demand, ahead)
-        ]
-        fitting.sort(key=lambda position: (site.devices[position].available_mib, position))
-        for first in range(len(fitting) - demand.gpus + 1):
-            choice = tuple(sorted(fitting[first : first + demand.gpus]))
-            if self._breaks(site, choice, lane, head) is None:
-                yield choice
+    def _spot(self, board: Board, lane: Lane, head: Waiting) -> Spot | None:
+        """The best place for the task; at its own promised node it may use everything."""
+        board.refresh()
+        row = board.row(lane.demand, lane.task)
+        spot = board.best(row, lane.demand.ram_mib)
+        own = self.plan.promises.get(head.task_id)
+        if own is not None:
+            site = self.cluster[own.node]
+            at_own = board.best_at(row, site) if node_shortage(site.node, lane.demand) is None else None
+            if at_own is not None and (spot is None or at_own.score >= spot.score):
+                return at_own
+        return spot
 
-    def _fits(self, device: Device, demand: Demand, ahead: int) -> bool:
-        return shortage(device, demand, ahead, memory=not self.settings.ignore_memory) is None
-
-    def _eligible(self, site: Site, lane: Lane) -> list[int]:
-        return [position for position, device in enumerate(site.devices) if self.cluster.runs(device, lane.task)]
-
-    def _takers(self, lane: Lane) -> Iterator[Device]:
-        """The devices that take the lane's tasks at all, whatever is on them now."""
-        for site in self.cluster:
-            for position in self._eligible(site, lane):
-                device = site.devices[position]
-                allowed = not lane.demand.gpu_models or device.model in lane.demand.gpu_models
-                labels = site.node.labels
-                if device.state == UP and allowed and all(labels.get(k) == v for k, v in lane.demand.labels):
-                    yield device
-
-    def _breaks(self, site: Site, choice: Choice, lane: Lane, head: Waiting) -> str | None:
-        """The task whose promise a placement here would break, if any."""
-        extra = Beside(head.task_id, tuple(site.devices[position].uuid for position in choice), lane.demand)
-        for task_id, promise in self.plan.promises.items():
-            if task_id != head.task_id and promise.node == site.name and not promise.bears(site, extra):
-                return task_id
-        return None
-
-    def _join(self, site: Site, placed: Beside) -> None:
-        for task_id, promise in self.plan.promises.items():
-            if promise.node == site.name:
-                self.plan.promises[task_id] = promise.joined(placed)
+    # -- waiting -----------------------------------------------------------------------------------------------
 
     def _block(self, lane: Lane, head: Waiting) -> None:
-        """Say why the head waits, promise it devices if it is due, and ask for leftover in its way."""
+        """Promise the head devices if it is due, and ask for leftover that is in its way."""
         self.blocked.append((lane, head))
-        self.plan.waits[lane.key] = self._why(lane, head)
         self._promise(lane, head)
-        self._recycle(lane, head)
+        promise = self.plan.promises.get(head.task_id)
+        within = None if promise is None else promise.devices
+        for uuid in self.memory.survey.recyclable(lane.demand, lane.task, within):
+            if uuid not in self.plan.recycle:
+                self.plan.recycle.append(uuid)
+
+    def _explain(self) -> None:
+        """Say for each lane why its head waits; of those that have been told before, a few are told anew."""
+        known, blocked = self.memory.reasons, {lane.key: (lane, head) for lane, head in self.blocked}
+        for key in [key for key in known if key not in blocked]:
+            del known[key]
+        again = [key for key in known if known[key][0] == blocked[key][1].task_id]
+        for key in set(again[RENEWED:]):
+            self.plan.waits[key] = known[key][1]
+        for key, (lane, head) in blocked.items():
+            if key not in self.plan.waits:
+                known.pop(key, None)
+                known[key] = head.task_id, self._why(lane, head)
+                self.plan.waits[key] = known[key][1]
+
+    def _why(self, lane: Lane, head: Waiting) -> Reason:
+        reason = self.memory.survey.why(lane.demand, lane.task, memory=not self.settings.ignore_memory)
+        return self._promised(lane, head) if reason is None else reason
+
+    def _promised(self, lane: Lane, head: Waiting) -> Reason:
+        """The reason of a head that fits somewhere, but only at the cost of a promise."""
+        for task_id, promise in self.plan.promises.items():
+            if task_id != head.task_id and self.board.best_at(
+                self.board.row(lane.demand, lane.task), self.cluster[promise.node]
+            ):
+                device = self.cluster.device(promise.devices[0])
+                assert device is not None
+                return Reason("promised", f"{place_name(device)} is promised to task {task_id}")
+        return Reason("promised", "what is free is promised to other tasks")
 
     def _promise(self, lane: Lane, head: Waiting) -> None:
         due = self.now_s - head.admitted_s >= self.settings.promise_after_s
-        if not due or len(self.plan.promises) >= self.settings.promises or head.task_id in self.plan.promises:
+        if not due or len(self.plan.promises) >= self.most_promises or head.task_id in self.plan.promises:
             return
-        best: tuple[int, Site, Choice] | None = None
-        for site in self.cluster:
-            if not _holds_when_drained(site, lane.demand) or self._breaks_any(site):
-                continue
-            found = nearest(site, self._eligible(site, lane), lane.demand)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found[0], site, found[1]
-        if best is not None:
-            _, site, choice = best
-            devices = tuple(site.devices[position].uuid for position in choice)
+        taken = {promise.node for promise in self.plan.promises.values()}
+        found = self.memory.survey.nearest(lane.demand, lane.task, taken)
+        if found is not None:
+            site, positions = found
+            devices = tuple(site.devices[position].uuid for position in positions)
             self.plan.promises[head.task_id] = Promise(lane.key, site.name, devices, lane.demand, self.now_s)
-
-    def _breaks_any(self, site: Site) -> bool:
-        """Whether the node keeps a promise already; each promise has a node of its own."""
-        return any(promise.node == site.name for promise in self.plan.promises.values())
-
-    def _recycle(self, lane: Lane, head: Waiting) -> None:
-        """Name the devices where replacing idle executors would let the head start."""
-        promise = self.plan.promises.get(head.task_id)
-        sites = self.cluster if promise is None else [self.cluster[promise.node]]
-        for site in sites:
-            if node_shortage(site.node, lane.demand) is not None:
-                continue
-            short: dict[str, int] = {}
-            for position in self._eligible(site, lane):
-                device = site.devices[position]
-                blocked = shortage(device, lane.demand, memory=False)
-                if blocked is None and device.available_mib + device.reclaimable_mib >= lane.demand.vram_mib:
-                    short[device.uuid] = max(0, lane.demand.vram_mib - device.available_mib)
-            if promise is not None:
-                short = {uuid: lack for uuid, lack in short.items() if uuid in promise.devices}
-            chosen = sorted(short, key=lambda uuid: short[uuid])[: lane.demand.gpus]
-            if len(chosen) == lane.demand.gpus:
-                self.plan.recycle += [uuid for uuid in chosen if short[uuid] and uuid not in self.plan.recycle]
-                return
-
-    def _why(self, lane: Lane, head: Waiting) -> Reason:
-        """Why the head waits: what the place that comes nearest to taking it is short of."""
-        nearest_miss: tuple[int, int, Reason] | None = None
-        for site in self.cluster:
-            for miss in self._misses(site, lane, head):
-                if nearest_miss is None or miss[:2] < nearest_miss[:2]:
-                    nearest_miss = miss
-        if nearest_miss is None:
-            return Reason("no_worker", f"no worker has registered {lane.task}")
-        return nearest_miss[2]
-
-    def _misses(self, site: Site, lane: Lane, head: Waiting) -> Iterator[tuple[int, int, Reason]]:
-        """(rank of the obstacle, amount, reason) for the places of one site; the smallest comes nearest."""
-        demand = lane.demand
-        eligible = self._eligible(site, lane)
-        if not eligible:
-            return
-        host = node_shortage(site.node, demand)
-        if host is not None and host.code == "labels":
-            yield _RANK["labels"], 0, host
-            return
-        if len(eligible) < demand.gpus:
-            text = f"{demand.gpus} GPUs on one node asked for, {site.name} has {len(eligible)}"
-            yield _RANK["too_large"], demand.gpus - len(eligible), Reason("too_large", text)
-            return
-        misses: list[tuple[int, int, Reason | None]] = []
-        for position in eligible:
-            device = site.devices[position]
-            over_mib = demand.vram_mib - capacity_mib(device)
-            reason = shortage(device, demand, memory=not self.settings.ignore_memory)
-            if reason is None:
-                misses.append((-1, 0, reason))
-            elif reason.code == "memory" and over_mib > 0:
-                text = f"too large for {place_name(device)} by {over_mib} MiB"
-                misses.append((_RANK["too_large"], over_mib, Reason("too_large", text)))
-            else:
-                amount = demand.vram_mib - device.available_mib if reason.code == "memory" else 0
-                misses.append((_RANK[reason.code], amount, reason))
-        rank, amount, reason = sorted(misses, key=lambda miss: miss[:2])[demand.gpus - 1]
-        if reason is not None:
-            yield rank, amount, reason
-        elif host is not None:
-            yield _RANK[host.code], 0, host
-        else:
-            yield _RANK["promised"], 0, self._promised(site, lane, head)
-
-    def _promised(self, site: Site, lane: Lane, head: Waiting) -> Reason:
-        """The reason at a site where the head fits, but only at the cost of a promise."""
-        for device in site.devices:
-            for task_id, promise in self.plan.promises.items():
-                if task_id != head.task_id and device.uuid in promise.devices:
-                    return Reason("promised", f"{place_name(device)} is promised to task {task_id}")
-        return Reason("promised", f"node {site.name} is promised to another task")
-
-
-_RANK = {
-    code: rank
-    for rank, code in enumerate(
-        ("promised", "executors", "memory", "cpus", "ram", "state", "too_large", "model", "labels")
-    )
-}
-"""How near an obstacle is to going away; the nearest one is the reason a user reads."""
-
-
-def _holds_when_drained(site: Site, demand: Demand) -> bool:
-    node = site.node
-    return (
-        all(node.labels.get(label) == value for label, value in demand.labels)
-        and (node.cpus <= 0 or demand.cpus <= node.cpus)
-        and (node.ram_mib <= 0 or demand.ram_mib <= node.ram_mib)
-    )
+            self._veil(site.name)

@@ -1,118 +1,203 @@
 """Placement policies: pure scores for putting a demand on certain devices of a site (requirements A6, A7).
 
-A policy sees one site before the placement and the devices chosen there, and gives each of its parts a score
-in [0, 1], higher is better. It never sees the rest of the cluster, so a site's scores stay valid until that
-site changes. Sites and choices with equal scores are taken in the cluster's fixed order.
+A score is a function of a `Trial`, which holds many candidates at once; it returns one number for each, higher is
+better. Scores see one site at a time, never the rest of the cluster, so a site's scores stay valid until that site
+changes. At a site the best candidate is taken, of equal ones the fullest device; between sites the best candidates'
+scores are compared rounded down to 1/``resolution``, and of equal ones the first in the cluster's fixed order is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import pstdev
 
-from brim.core.model import Demand, Device
-from brim.core.placement.cluster import Site
-from brim.core.placement.fit import UP, capacity_mib, node_shortage
-from brim.core.placement.mix import Mix
+import numpy as np
 
-Choice = tuple[int, ...]
-"""Positions in ``Site.devices``, one for each GPU of the demand."""
+from brim.core.placement.outlook import STEPS, Floats
+from brim.core.placement.rooms import ENDLESS
+from brim.core.placement.trial import Trial
 
-Score = Callable[[Site, Choice, Demand, Mix], float]
-
-RESOLUTION = 1_000_000
-"""Scores are compared in millionths, so that rounding noise decides nothing."""
-
-
-def server_load(site: Site, choice: Choice, demand: Demand, mix: Mix) -> float:
-    """A7, first principle: 1 − (executors in use after placement ÷ executors of the server)."""
-    executors = sum(device.executors for device in site.devices)
-    in_use = sum(device.busy for device in site.devices) + len(choice)
-    return max(0.0, 1.0 - in_use / executors)
-
-
-def memory_balance(site: Site, choice: Choice, demand: Demand, mix: Mix) -> float:
-    """A7, second principle: 1 − 2σ, σ the standard deviation of the GPUs' memory occupancy afterwards."""
-    after = site.holding(choice, demand)
-    occupancy = [_occupancy(device) for device in after.devices if capacity_mib(device) > 0]
-    return 1.0 - 2.0 * pstdev(occupancy)
-
-
-def satisfaction(site: Site, choice: Choice, demand: Demand, mix: Mix) -> float:
-    """A7, third principle: how little memory stops being usable for the tasks that are likely to come.
-
-    1 − (usable memory lost ÷ capacity of the chosen GPUs), at least 0; usable memory is that of `usable_mib`.
-    The expected loss is the fragmentation gradient of Weng et al., "Beware of Fragmentation", ATC'23.
-    """
-    lost_mib = usable_mib(site, mix) - usable_mib(site.holding(choice, demand), mix)
-    capacity = sum(capacity_mib(site.devices[position]) for position in choice)
-    return min(1.0, max(0.0, 1.0 - lost_mib / capacity))
-
-
-def usable_mib(site: Site, mix: Mix) -> float:
-    """Free memory of the site that a task drawn from the mix could use, in expectation.
-
-    For one demand: the sum of available memory over the GPUs that could take it, if there are enough of them
-    and the server has what else it asks for; else 0.
-    """
-    total = 0.0
-    for demand, share in mix.shares():
-        rooms = [device.available_mib for device in site.devices if _could_take(device, demand)]
-        if len(rooms) >= demand.gpus and node_shortage(site.node, demand) is None:
-            total += share * sum(rooms)
-    return total
-
-
-def _could_take(device: Device, demand: Demand) -> bool:
-    return (
-        device.state == UP
-        and device.busy < device.executors
-        and device.available_mib >= demand.vram_mib
-        and (not demand.gpu_models or device.model in demand.gpu_models)
-    )
-
-
-def _occupancy(device: Device) -> float:
-    return min(1.0, 1.0 - device.available_mib / capacity_mib(device))
+Score = Callable[[Trial], Floats]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A weighted mean of named scores; without any, all places are equal and the first one wins."""
+    """A weighted sum of named scores, rounded down to 1/``resolution``; without any, all places are equal."""
 
     name: str
     scores: tuple[tuple[str, float, Score], ...] = ()
     """(name, weight, function); weights are positive."""
+    resolution: float = 1.0
+    whole_site: bool = False
+    """Whether scores look at more of a site than its open devices' free memory and its free CPU."""
 
-    def parts(self, site: Site, choice: Choice, demand: Demand, mix: Mix) -> dict[str, float]:
-        """Each score by its name, for `brim explain`."""
-        return {name: score(site, choice, demand, mix) for name, _, score in self.scores}
+    def rate(self, trial: Trial) -> Floats | float:
+        """The score of each candidate, to be broadcast over the trial; between sites whole numbers of it count."""
+        total: Floats | float = 0.0
+        for _, weight, score in self.scores:
+            total = score(trial) * (weight * self.resolution) + total
+        return total
 
-    def rate(self, site: Site, choice: Choice, demand: Demand, mix: Mix) -> int:
-        """The weighted mean of the parts in millionths; higher is better."""
-        if not self.scores:
-            return 0
-        total = sum(weight * score(site, choice, demand, mix) for _, weight, score in self.scores)
-        return round(RESOLUTION * total / sum(weight for _, weight, _ in self.scores))
-
-
-def balanced(weights: Mapping[str, float] | None = None) -> Policy:
-    """All three principles of A7, by default weighed alike; a weight of 0 leaves a score out."""
-    weights = weights or {}
-    scores: dict[str, Score] = {
-        "server_load": server_load,
-        "memory_balance": memory_balance,
-        "satisfaction": satisfaction,
-    }
-    weighed = ((name, weights.get(name, 1.0), score) for name, score in scores.items())
-    return Policy("balanced", tuple(entry for entry in weighed if entry[1] > 0))
+    def parts(self, trial: Trial) -> dict[str, Floats]:
+        """Each score by its name, unweighted, for `brim explain`."""
+        return {name: np.broadcast_to(score(trial), trial.fits.shape) for name, _, score in self.scores}
 
 
-def first_fit() -> Policy:
-    """The first place in the fixed order (Weng et al. leave it out, though it beats their baselines)."""
-    return Policy("first-fit")
+# -- balanced: the preset principles of A7, each in [0, 1] --------------------------------------------------------
 
 
-PRESETS: Mapping[str, Callable[[], Policy]] = {"balanced": balanced, "first-fit": first_fit}
-"""Policies by the name that configs/placement.yaml uses."""
+def server_load(trial: Trial) -> Floats:
+    """A7, first principle: 1 − (executors in use after placement ÷ executors of the server)."""
+    rooms = trial.rooms
+    load: Floats = (rooms.busy + trial.classes.gpus) / rooms.executors
+    return np.clip(1.0 - load, 0.0, 1.0)[:, None]
+
+
+def memory_balance(trial: Trial) -> Floats:
+    """A7, second principle: 1 − 2σ, σ the standard deviation of the GPUs' memory occupancy afterwards."""
+    rooms = trial.rooms
+    capacity = trial.of_devices(rooms.capacity)
+    before = 1.0 - np.clip(trial.of_devices(rooms.room) / capacity, 0.0, 1.0)
+    after = np.minimum(before + trial.of_cells(np.maximum(trial.classes.need, 0)) / capacity, 1.0)
+    mean = (rooms.occupied[:, None] + trial.total(after - before)) / rooms.devices[:, None]
+    square = (rooms.occupied2[:, None] + trial.total(after**2 - before**2)) / rooms.devices[:, None]
+    return 1.0 - 2.0 * np.sqrt(np.maximum(square - mean**2, 0.0))
+
+
+def satisfaction(trial: Trial) -> Floats:
+    """A7, third principle: how little memory stops being usable for the tasks that are likely to come.
+
+    1 − (usable memory lost ÷ capacity of the chosen GPUs), between 0 and 1. The expected loss is the fragmentation
+    gradient of Weng et al., "Beware of Fragmentation", ATC'23.
+    """
+    lost = trial.usable_lost(trial.outlook.usable_likely)
+    return np.clip(1.0 - lost / _capacity(trial), 0.0, 1.0)
+
+
+def _capacity(trial: Trial) -> Floats:
+    """Capacity of the chosen GPUs in steps, at least 1."""
+    return np.maximum(trial.total(trial.of_devices(trial.rooms.capacity) / trial.outlook.step_mib), 1.0)
+
+
+# -- packed: maximum capacity. All in thousandths of the largest GPU ----------------------------------------------
+
+
+def fill_kept(trial: Trial) -> Floats:
+    """Claimed memory − fall of the chosen GPUs' expected fill (`Outlook.fill`): minus the waste that is to come.
+
+    This is what finds the combinations that fill a GPU: 810 of 1,000 beside a task that takes 190 costs nothing,
+    beside none it costs what the 1,000 would have been filled with otherwise.
+    """
+    return trial.claimed - trial.fill_lost()
+
+
+def usable_kept(trial: Trial) -> Floats:
+    """Claimed memory − fall of the site's usable memory, demands weighed by scarcity (`Outlook.scarce`).
+
+    FGD's gradient (Weng et al., ATC'23), with a larger say for demands that few servers can run.
+    """
+    return trial.claimed - trial.usable_lost(trial.outlook.usable_scarce)
+
+
+def unstranded(trial: Trial) -> Floats:
+    """Fall of the free GPU memory that the server's free CPU cannot feed: X = max(0, free GPU − free CPU ÷ ĉ).
+
+    ĉ is the likely demands' mean CPU per GPU memory. A task that asks for more CPU than the mean goes where CPU is
+    plentiful.
+    """
+    return trial.stranded_saved()
+
+
+def cheapness(trial: Trial) -> Floats:
+    """− claimed memory × price of the server's sort (`Outlook.price`): keep away from what others must have."""
+    return -trial.claimed * trial.outlook.price[trial.rooms.sort][:, None]
+
+
+# -- the others -----------------------------------------------------------------------------------------------------
+
+
+def fgd(trial: Trial) -> Floats:
+    """Fragmentation gradient descent: 100 × sigmoid(fragmentation before − after), in GPUs (Weng et al., ATC'23).
+
+    Rounded down to integers; this coarseness is part of what the published rule gains.
+    """
+    gained = trial.claimed - trial.usable_lost(trial.outlook.usable_likely)
+    return 100.0 / (1.0 + np.exp(-gained / STEPS))
+
+
+def tightness(trial: Trial) -> Floats:
+    """Best fit: 100 × (1 − ½ free CPU after ÷ largest CPU − ½ free GPU memory after ÷ largest server's), integers.
+
+    As in Weng et al.; a server that has not declared its CPUs counts as without free CPU.
+    """
+    cpus = max((sort.cpu_milli for sort in trial.outlook.sorts), default=0)
+    memory_mib = max((sum(sort.capacities_mib) for sort in trial.outlook.sorts), default=0)
+    cpu = np.where(trial.rooms.cpu < ENDLESS, trial.fed.left, 0) / max(1, cpus)
+    free_mib = (trial.rooms.site_free[:, None] - trial.claimed) * trial.outlook.step_mib
+    return 100.0 * (1.0 - 0.5 * cpu[:, None] - 0.5 * free_mib / max(1, memory_mib))
+
+
+def emptiness(trial: Trial) -> Floats:
+    """Spread: ½ idle executors of the server after placement + ½ free part of the chosen GPUs, in [0, 1]."""
+    left = trial.total(trial.before.astype(np.float64)) - trial.claimed
+    return 0.5 * server_load(trial) + 0.5 * np.clip(left / _capacity(trial), 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A policy before its weights are chosen: its scores with their default weights."""
+
+    scores: Mapping[str, tuple[float, Score]]
+    resolution: float = 1.0
+    whole_site: bool = False
+    mean: bool = False
+    """Whether weights are scaled to sum to 1."""
+
+
+PRESETS: Mapping[str, Preset] = {
+    "balanced": Preset(
+        {
+            "server_load": (1.0, server_load),
+            "memory_balance": (1.0, memory_balance),
+            "satisfaction": (1.0, satisfaction),
+        },
+        resolution=1e6,
+        whole_site=True,
+        mean=True,
+    ),
+    "packed": Preset(
+        {
+            "fill": (1.0, fill_kept),
+            "usable": (0.03, usable_kept),
+            "unstranded": (0.06, unstranded),
+            "cheapness": (1.0, cheapness),
+        },
+        resolution=4.0,
+    ),
+    "spread": Preset({"emptiness": (1.0, emptiness)}, resolution=1e6, whole_site=True),
+    "best-fit": Preset({"tightness": (1.0, tightness)}),
+    "first-fit": Preset({}),
+    "fgd": Preset({"fgd": (1.0, fgd)}),
+}
+"""Policies by the name that configs/placement.yaml uses, with the default weights of their scores."""
+
+
+def make_policy(name: str, weights: Mapping[str, float] | None = None) -> Policy:
+    """The policy of this name with these weights instead of the defaults; a weight of 0 leaves a score out.
+
+    Raises ``ValueError`` naming the policy, score or weight that is wrong.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"policy: {name} is not one of {', '.join(PRESETS)}")
+    preset, weights = PRESETS[name], weights or {}
+    for score, weight in weights.items():
+        if score not in preset.scores:
+            known = ", ".join(preset.scores) or "none"
+            raise ValueError(f"weights.{name}.{score}: policy {name} has no such score (it has {known})")
+        if weight < 0:
+            raise ValueError(f"weights.{name}.{score}: {weight:g} is negative")
+    chosen = [(score, weights.get(score, default), function) for score, (default, function) in preset.scores.items()]
+    chosen = [entry for entry in chosen if entry[1] > 0]
+    scale = sum(weight for _, weight, _ in chosen) if preset.mean and chosen else 1.0
+    scores = tuple((score, weight / scale, function) for score, weight, function in chosen)
+    return Policy(name, scores, preset.resolution, preset.whole_site)

@@ -7,13 +7,11 @@ demand class they spread too far for a promise that rests on them to hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from brim.core.model import Demand
+from brim.core.model import Demand, Device
 from brim.core.placement.cluster import Site
-from brim.core.placement.fit import UP, capacity_mib
-from brim.core.placement.policy import Choice
+from brim.core.placement.fit import UP, capacity_mib, milli
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +34,36 @@ class Promise:
     since_s: float
     beside: tuple[Beside, ...] = ()
 
-    def bears(self, site: Site, extra: Beside | None = None) -> bool:
-        """Whether the promised task fits on its devices once all work from before the promise has ended.
-
-        ``extra`` is one more task to be placed on the node; False means that it would break the promise.
-        """
-        beside = self.beside if extra is None else (*self.beside, extra)
+    def holds(self, site: Site) -> bool:
+        """Whether the promised task fits on its devices once all work from before the promise has ended."""
         known = {device.uuid: device for device in site.devices}
         for uuid in self.devices:
             device = known.get(uuid)
-            if device is None or device.state != UP:
-                return False
-            here = [other.demand.vram_mib for other in beside if uuid in other.devices]
-            room_mib = capacity_mib(device) - device.external_mib - sum(here)
-            if room_mib < self.demand.vram_mib or device.executors - len(here) < 1:
+            if device is None or device.state != UP or self._left_mib(device) < 0 or self._left_slots(device) < 0:
                 return False
         node = site.node
-        cpus = node.cpus - sum(other.demand.cpus for other in beside)
-        ram_mib = node.ram_mib - sum(other.demand.ram_mib for other in beside)
-        return (node.cpus <= 0 or self.demand.cpus <= cpus) and (node.ram_mib <= 0 or self.demand.ram_mib <= ram_mib)
+        short_milli = milli(self._beside_cpus() + self.demand.cpus) - milli(node.cpus)
+        short_mib = self._beside_ram_mib() + self.demand.ram_mib - node.ram_mib
+        return (node.cpus <= 0 or short_milli <= 0) and (node.ram_mib <= 0 or short_mib <= 0)
+
+    def view(self, site: Site) -> Site:
+        """The site as others may use it: no more than what lets the promised task fit once it is drained."""
+        devices = list(site.devices)
+        for position, device in enumerate(devices):
+            if device.uuid in self.devices:
+                committed_mib = capacity_mib(device) - device.external_mib - self._left_mib(device)
+                devices[position] = replace(
+                    device,
+                    committed_mib=max(device.committed_mib, committed_mib),
+                    busy=max(device.busy, device.executors - self._left_slots(device)),
+                )
+        node = site.node
+        node = replace(
+            node,
+            cpus_used=max(node.cpus_used, self._beside_cpus() + self.demand.cpus),
+            ram_used_mib=max(node.ram_used_mib, self._beside_ram_mib() + self.demand.ram_mib),
+        )
+        return Site(node, tuple(devices), site.shape)
 
     def joined(self, other: Beside) -> Promise:
         """The promise with one more task placed beside it."""
@@ -64,24 +73,19 @@ class Promise:
         """The promise after a task placed beside it has ended."""
         return replace(self, beside=tuple(other for other in self.beside if other.task_id != task_id))
 
+    def _left_mib(self, device: Device) -> int:
+        """Memory that is left for others on a promised device once it is drained; negative if it holds no longer."""
+        if self.demand.whole:
+            return -1 if any(device.uuid in other.devices for other in self.beside) else 0
+        here = sum(other.demand.vram_mib for other in self.beside if device.uuid in other.devices)
+        return capacity_mib(device) - device.external_mib - here - self.demand.vram_mib
 
-def nearest(site: Site, eligible: Sequence[int], demand: Demand) -> tuple[int, Choice] | None:
-    """The devices of the site that lack least for the demand, with the MiB that must come free there.
+    def _left_slots(self, device: Device) -> int:
+        """Executors that are left for others there."""
+        return device.executors - sum(device.uuid in other.devices for other in self.beside) - 1
 
-    Only devices that will hold it once drained count; None if the site has too few of them. A missing
-    executor counts as an even share of the memory; leftover of idle executors does not count, for they can
-    be replaced.
-    """
-    lacking = []
-    for position in eligible:
-        device = site.devices[position]
-        if device.state != UP or capacity_mib(device) - device.external_mib < demand.vram_mib:
-            continue
-        lack_mib = max(0, demand.vram_mib - device.available_mib - device.reclaimable_mib)
-        if device.busy >= device.executors:
-            lack_mib = max(lack_mib, capacity_mib(device) // device.executors)
-        lacking.append((lack_mib, position))
-    if len(lacking) < demand.gpus:
-        return None
-    chosen = sorted(lacking)[: demand.gpus]
-    return sum(lack for lack, _ in chosen), tuple(sorted(position for _, position in chosen))
+    def _beside_cpus(self) -> float:
+        return sum(other.demand.cpus for other in self.beside)
+
+    def _beside_ram_mib(self) -> int:
+        return sum(other.demand.ram_mib for other in self.beside)

@@ -1,0 +1,258 @@
+"""Sites and demand classes as arrays: what is free at each site, and what each class asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import mul
+
+import numpy as np
+
+from brim.core.model import Demand, Device
+from brim.core.placement.cluster import Site
+from brim.core.placement.fit import UP, capacity_mib, milli
+from brim.core.placement.outlook import STEPS, Bools, Floats, Ints, Outlook
+
+CLOSED = -1
+"""Free memory in places of the arrays without an open device."""
+
+ENDLESS = 10**12
+"""Free memory when memory is not looked at, and free CPU of a server that has not declared any."""
+
+CPU_GRAIN = 1000
+"""Scores see free CPU rounded down to so many thousandths; the fit rule sees it exactly."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What decides about a site's scores: its open devices by rising free memory, and its free CPU."""
+
+    order: list[int]
+    """Positions in ``Site.devices``, equal free memory by position."""
+    codes: list[int]
+    """For each: available MiB × 4 + 2 if its next executor is the last + 1 if nothing is held on it."""
+    cpu: int
+    """Exact free thousandths of a CPU."""
+
+    @classmethod
+    def of(cls, site: Site, ahead: int, least_mib: int, *, memory: bool) -> Reading:
+        """Read a site, without devices that have less than ``least_mib``; the others as in the fit rule."""
+        found = []
+        for position, device in enumerate(site.devices):
+            slots = device.executors + ahead - device.busy
+            if slots <= 0 or device.state != UP:
+                continue
+            held = device.committed_mib
+            room = device.total_mib - device.headroom_mib - device.external_mib - held if memory else ENDLESS
+            if room >= least_mib:
+                found.append(((room * 4 + (2 if slots == 1 else 0) + (held == 0)) << 6) + position)
+        found.sort()
+        node = site.node
+        cpu = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else ENDLESS
+        return cls([each & 63 for each in found], [each >> 6 for each in found], cpu)
+
+    def starts(self, kinds: Sequence[int] | None, *, apart: bool) -> list[int]:
+        """Places where groups of devices begin that are alike in all that counts; ``apart``: each is its own.
+
+        ``kinds``: of the site's devices by position, if they differ.
+        """
+        if apart:
+            return list(range(len(self.codes)))
+        starts = []
+        before = None
+        for at, code in enumerate(self.codes):
+            this = code if kinds is None else (code, kinds[self.order[at]])
+            if this != before:
+                starts.append(at)
+                before = this
+        return starts
+
+
+class Rooms:
+    """What is free at S sites with up to G groups of open devices each; arrays are [S, G] or [S].
+
+    A group is a run of devices that are alike in all that counts. ``apart`` makes every device its own.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        readings: Sequence[Reading],
+        kinds: Sequence[tuple[int, ...]],
+        sorts: Sequence[int],
+        step_mib: int,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """``kinds``: of each site's devices by position; ``sorts``: of each site; ``step_mib``: the outlook's."""
+        self._sites = sites
+        self._readings = readings
+        self.kinds = sorted(set().union(*kinds)) or [0]
+        """The kinds of device at these sites."""
+        several = len(self.kinds) > 1
+        self.starts: list[list[int]] = []
+        """Of each site, the places of its groups' first devices in the reading."""
+        rooms, steps, counts, numbers = [], [], [], []
+        self.most = 0
+        """The most steps available on one device."""
+        lasting = False
+        for reading, of_site, sort in zip(readings, kinds, sorts, strict=True):
+            starts = reading.starts(of_site if several else None, apart=apart)
+            codes = [reading.codes[at] for at in starts]
+            room = [code >> 2 for code in codes]
+            free = room if step_mib == 1 else [each // step_mib for each in room]
+            if free and free[-1] > STEPS:
+                free = [min(each, STEPS) for each in free]
+            count = [after - at for at, after in zip(starts, [*starts[1:], len(reading.codes)], strict=False)]
+            self.starts.append(starts)
+            rooms.append(room)
+            steps.append(free)
+            counts.append(count)
+            numbers.append((sort, sum(map(mul, free, count)), reading.cpu // CPU_GRAIN * CPU_GRAIN))
+            if free and free[-1] > self.most:
+                self.most = free[-1]
+            lasting = lasting or any([code & 2 for code in codes])
+        self._width = max([1, *map(len, rooms)])
+        self.sort: Ints
+        self.site_free: Ints
+        self.cpu: Ints
+        self.sort, self.site_free, self.cpu = np.array(numbers, dtype=np.int64).T
+        """[S] each: sort of server; available steps of all open devices; free thousandths of a CPU, rounded down to
+        `CPU_GRAIN`."""
+        self.room: Ints = self._wide(rooms, CLOSED)
+        """[S, G] MiB available on each device, rising; `CLOSED` behind the last group."""
+        self.free: Ints = self._wide(steps, 0)
+        """[S, G] steps available on each device."""
+        self.count: Ints = self._wide(counts, 0)
+        """[S, G] devices in the group."""
+        self.last: Bools | None = self._flags(2) if lasting else None
+        """[S, G] whether the next task would take the device's last executor; None if nowhere."""
+        self.kind: Ints | int = self.kinds[0]
+        """[S, G] the devices' kinds; a number if they are all of one."""
+        if several:
+            rows = zip(kinds, readings, self.starts, strict=True)
+            each = [[of_site[reading.order[at]] for at in row] for of_site, reading, row in rows]
+            self.kind = self._wide(each, self.kinds[0])
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def _wide(self, rows: Sequence[list[int]], rest: int) -> Ints:
+        """Rows of different lengths as an array, filled up with ``rest``."""
+        width = self._width
+        return np.array([row + [rest] * (width - len(row)) for row in rows], dtype=np.int64)
+
+    def _flags(self, bit: int) -> Bools:
+        rows = zip(self._readings, self.starts, strict=True)
+        return self._wide([[reading.codes[at] & bit for at in row] for reading, row in rows], 0) > 0
+
+    def _each(self, value: Callable[[Device], float], lowest: float = 0.0) -> Floats:
+        return np.array([max(lowest, sum(value(device) for device in site.devices)) for site in self._sites])
+
+    @cached_property
+    def empty(self) -> Bools:
+        """[S, G] whether nothing of brim's is held on the device."""
+        return self._flags(1)
+
+    @cached_property
+    def capacity(self) -> Floats:
+        """[S, D] MiB."""
+        rows = zip(self._sites, self._readings, self.starts, strict=True)
+        each = [[capacity_mib(site.devices[reading.order[at]]) for at in row] for site, reading, row in rows]
+        return self._wide(each, 1).astype(np.float64)
+
+    @cached_property
+    def busy(self) -> Floats:
+        """[S] executors in use."""
+        return self._each(lambda device: device.busy)
+
+    @cached_property
+    def executors(self) -> Floats:
+        """[S] executors."""
+        return self._each(lambda device: device.executors, 1.0)
+
+    @cached_property
+    def devices(self) -> Floats:
+        """[S] number of devices, closed ones too."""
+        return self._each(lambda _: 1.0, 1.0)
+
+    @cached_property
+    def occupied(self) -> Floats:
+        """[S] sum of the occupied parts of all devices."""
+        return self._each(occupancy)
+
+    @cached_property
+    def occupied2(self) -> Floats:
+        """[S] sum of the squares of the occupied parts."""
+        return self._each(lambda device: occupancy(device) ** 2)
+
+
+class Classes:
+    """Demand classes as arrays [K]. Host RAM and the exact CPU are left out; the board compares them itself."""
+
+    def __init__(self, demands: Sequence[Demand], suits: Bools, outlook: Outlook) -> None:
+        """``suits``: [K, kind], whether devices of a kind may take the class."""
+        self.gpus = np.array([demand.gpus for demand in demands], dtype=np.int64)
+        self.most_gpus = max((demand.gpus for demand in demands), default=0)
+        bare = self.gpus == 0
+        self.times: Floats | None = None if (self.gpus == 1).all() else self.gpus.astype(np.float64)[:, None]
+        """[K, 1] GPUs; None if each is for one."""
+        self.need = np.array([demand.vram_mib if demand.gpus else CLOSED for demand in demands], dtype=np.int64)
+        self.steps = np.where(bare, 0, outlook.needed(self.need))
+        self.claimed = (self.steps * self.gpus).astype(np.float64)
+        self.cpu = np.array([milli(demand.cpus) for demand in demands], dtype=np.int64)
+        whole = np.array([demand.whole for demand in demands], dtype=bool)
+        self.whole: Bools | None = whole if whole.any() else None
+        """Which classes wish for whole GPUs; None if none does."""
+        self.suits = suits | bare[:, None]
+        self.all_suit = bool(self.suits.all())
+        self.cells = np.arange(len(self.gpus))
+        self._fed: dict[int, Fed] = {}
+        self._outlook = outlook
+
+    def __len__(self) -> int:
+        return len(self.need)
+
+    def fed(self, cpu: Ints) -> Fed:
+        """The CPU side of placements at sites with so much free CPU; remembered for single sites."""
+        if len(cpu) > 1:
+            return Fed.of(cpu, self.cpu, self._outlook)
+        known = self._fed.get(int(cpu[0]))
+        if known is None:
+            known = self._fed[int(cpu[0])] = Fed.of(cpu, self.cpu, self._outlook)
+        return known
+
+
+@dataclass(slots=True)
+class Fed:
+    """The CPU side of C cells at S sites."""
+
+    left: Ints
+    """[C] free CPU after the placement."""
+    level: Ints
+    """[C, 1] its level in the outlook."""
+    level_now: Ints
+    """[S, 1] the level before."""
+    feeds: Floats
+    """[C, 1] GPU steps that the CPU left can feed at the mean ratio."""
+    feeds_now: Floats
+    """[S, 1] the same before."""
+
+    @classmethod
+    def of(cls, cpu: Ints, taken: Ints, outlook: Outlook) -> Fed:
+        """``cpu`` [S] is free, ``taken`` [K] goes."""
+        left, ratio = cpu - taken, outlook.cpu_per_step or 1.0
+        return cls(
+            left,
+            outlook.level(left)[:, None],
+            outlook.level(cpu)[:, None],
+            (left / ratio)[:, None],
+            (cpu / ratio)[:, None],
+        )
+
+
+def occupancy(device: Device) -> float:
+    """Occupied part of a device's capacity, between 0 and 1."""
+    capacity = capacity_mib(device)
+    return min(1.0, max(0.0, 1.0 - device.available_mib / capacity)) if capacity > 0 else 1.0
