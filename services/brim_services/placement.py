@@ -50,6 +50,7 @@ CHECK_S = 30.0
 """Between two looks at the books of all devices."""
 NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
 EXPIRED = Reason("expired", "its expires time passed before it was started")
+CALLED_BACK = Reason("called_back", "it waited behind a busy executor, and another one became idle")
 BEGUN = (State.RUNNING, State.FINISHING)
 
 
@@ -136,6 +137,8 @@ class PlacementService:
         self._numbers = itertools.count(1)
         self._noted: dict[str, tuple[str, Reason]] = {}
         self._unfit_since: dict[str, float] = {}
+        self._behind: dict[str, tuple[Placement, Lane]] = {}
+        """Attempts that wait behind busy executors, with the lane that they came from, as if alone in it."""
         self._elected_s = 0.0
         self._hearing_since_s = time.monotonic()
         self._housekeeping_s = 0.0
@@ -241,6 +244,7 @@ class PlacementService:
                 self._apply(Changes(now_s, lanes=self.store.lane_windows(exhausted, WINDOW)))
             if refused or not (plan.placements and (exhausted or "stale" in statuses)):
                 break
+        self._call_back(now_s)
         self._recycle(plan)
         self._note_waits(plan)
 
@@ -263,6 +267,9 @@ class PlacementService:
                 self.metrics.wait_seconds.labels(window.task).observe(max(0.0, waited_s))
                 ids = about(placement.task_id, commit.attempt, ",".join(placement.devices), commit.node)
                 log.info("%s placed on %s", window.task, commit.queue, extra=ids)
+                if placement.behind:
+                    waiting = next(Waiting(*task) for task in window.waiting if task[0] == placement.task_id)
+                    self._behind[commit.attempt] = placement, Lane(window.lane, window.task, window.demand, [waiting])
                 self.mirror.placed(placement)
                 self.told(
                     placement.task_id, window.task, commit.queue.removeprefix(self.settings.broker.global_keyprefix)
@@ -292,6 +299,30 @@ class PlacementService:
             placement.demand.cpus,
             placement.demand.ram_mib,
         )
+
+    def _call_back(self, now_s: float) -> None:
+        """Takes back a task that waits behind busy executors where another device could start it now.
+
+        One of each lane at a time, as its tasks are alike: the next plan places it.
+        """
+        tried = set()
+        for attempt, (placement, lane) in list(self._behind.items()):
+            devices = [self.mirror.cluster.device(uuid_) for uuid_ in placement.devices]
+            if all(device is None or device.busy <= device.executors for device in devices):
+                del self._behind[attempt]  # it can begin where it is
+            elif lane.key not in tried:
+                tried.add(lane.key)
+                plan = self.planner.plan(self.mirror.cluster, [lane], now_s, self.promises)
+                if any(not start.behind for start in plan.placements):
+                    del self._behind[attempt]
+                    self._take_back(attempt, placement.devices)
+
+    def _take_back(self, attempt: str, devices: Sequence[str]) -> None:
+        views, _ = self.store.books(devices)
+        for view in views:
+            if view.attempt == attempt and view.state in (State.PLACED, State.CLAIMED):
+                most = self.settings.placement.max_attempts
+                self.store.lose(view, CALLED_BACK, counts=False, max_attempts=most, epoch=self.epoch)
 
     def _recycle(self, plan: Plan) -> None:
         """Has idle executors replaced whose leftover alone keeps a lane's head from starting."""

@@ -24,7 +24,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -106,7 +105,18 @@ outcomes = st.sampled_from(
     ]
 )
 leftovers = st.sampled_from([None, 0, 400, 2500])
-figures = st.sampled_from([None, None, 0, 700, 3500])
+processes = st.fixed_dictionaries({}, optional=dict.fromkeys(PROCS, st.sampled_from([None, None, 0, 700, 3500])))
+moves = st.sampled_from(
+    [
+        *["next_step"] * 10,
+        *["call_out_of_turn"] * 2,
+        "lose",
+        "close",
+        "retry_arrives",
+        "memory_is_reported",
+        "process_is_replaced",
+    ]
+)
 
 
 class Scripts(RuleBasedStateMachine):
@@ -142,26 +152,31 @@ class Scripts(RuleBasedStateMachine):
         for name, devices in NODES.items():
             self.register(0, name, devices)
 
-    # -- what tasks do when nothing goes wrong -----------------------------------------------------------------
+    # -- what happens to one task ------------------------------------------------------------------------------
 
-    @rule(client=clients, data=st.data(), task_id=tasks, steps=st.integers(1, 6))
-    def go_on(self, client: int, data: st.DataObject, task_id: str, steps: int) -> None:
-        """The natural next steps of a task."""
-        for _ in range(steps):
-            self.take_next_step(client, data, task_id)
-            self.redis_is_as_the_model_says()
+    @rule(client=clients, data=st.data(), task_id=tasks, moves=st.lists(moves, min_size=1, max_size=12))
+    def live_through(self, client: int, data: st.DataObject, task_id: str, moves: Sequence[str]) -> None:
+        """Natural steps of a task, disturbed by what concerns the same task."""
+        for move in moves:
+            self.views = [*self.views[-20:], *self.views_of(task_id)]
+            getattr(self, move)(client, data, task_id)
 
-    @rule(client=clients, data=st.data(), task_id=tasks, steps=st.integers(1, 6))
-    def go_on_likewise(self, client: int, data: st.DataObject, task_id: str, steps: int) -> None:
+    @rule(client=clients, data=st.data(), task_id=tasks, moves=st.lists(moves, min_size=1, max_size=12))
+    def live_through_more(self, client: int, data: st.DataObject, task_id: str, moves: Sequence[str]) -> None:
         """The same again, so that it is chosen more often."""
-        self.go_on(client, data, task_id, steps)
+        self.live_through(client, data, task_id, moves)
 
-    @rule(client=clients, data=st.data(), steps=st.integers(1, 6))
-    def all_go_on(self, client: int, data: st.DataObject, steps: int) -> None:
-        for task_id in TASKS:
-            self.go_on(client, data, task_id, steps)
+    def views_of(self, task_id: str) -> list[AttemptView]:
+        """A task's live attempt, as an agent or placement would see it now."""
+        task = self.model.tasks.get(task_id)
+        if task is None or task.attempt is None or task.state not in LIVE:
+            return []
+        where, amount = (task.devices, task.vram_mib), CONTEXT_MIB
+        return [
+            AttemptView(task_id, task.attempt, *where, task.proc, task.state, task.boot, 0.0, None, task.lane, amount)
+        ]
 
-    def take_next_step(self, client: int, data: st.DataObject, task_id: str) -> None:
+    def next_step(self, client: int, data: st.DataObject, task_id: str) -> None:
         model = self.model
         task = model.tasks.get(task_id)
         if task is None:
@@ -180,6 +195,10 @@ class Scripts(RuleBasedStateMachine):
             self.commit(client, model.epoch, made, data.draw(st.integers(0, 1), "ahead"))
         elif task.state in LIVE:
             self.advance(client, data, next(a for a in self.attempts if a.attempt == task.attempt), task)
+        elif task.owed:
+            self.after_the_end(client, task_id, "answer")
+        else:
+            self.after_the_end(client, task_id, data.draw(st.sampled_from(["purge", "purge", "revive"])))
 
     def advance(self, client: int, data: st.DataObject, a: Commit, task: Task) -> None:
         """Claim, bind, finish, end; sometimes a newer run of the id comes before the end."""
@@ -208,6 +227,12 @@ class Scripts(RuleBasedStateMachine):
         self.admit(client, message)
         if twice:
             self.admit((client + 1) % CLIENTS, message)
+
+    def retry_arrives(self, client: int, data: st.DataObject, task_id: str) -> None:
+        """A message of this run or one near it."""
+        task = self.model.tasks.get(task_id)
+        retries = max(0, (task.retries if task else 0) + data.draw(st.sampled_from([0, 1, 1, 2]), "retries"))
+        self.admit(client, self.publish(task_id, retries, data.draw(amounts), data.draw(wishes)))
 
     def publish(self, task_id: str, retries: int, vram_mib: int, wish: str) -> Message:
         message = Message(b"%d" % next(self.numbers), task_id, retries, vram_mib, wish)
@@ -300,24 +325,21 @@ class Scripts(RuleBasedStateMachine):
 
     # -- attempts --------------------------------------------------------------------------------------------
 
-    def some_attempt(self, data: st.DataObject) -> Commit:
-        """One of those that live, or any that ever was."""
-        current = {task.attempt for task in self.model.tasks.values()}
-        live = [a for a in self.attempts if a.attempt in current]
-        return data.draw(st.sampled_from([*live * 3, *self.attempts]), "attempt")
-
-    @precondition(lambda self: self.attempts)
-    @rule(client=clients, data=st.data(), call=st.sampled_from(["claim", "bind", "finish", "finish", "end"]))
-    def call_out_of_turn(self, client: int, data: st.DataObject, call: str) -> None:
-        a = self.some_attempt(data)
+    def call_out_of_turn(self, client: int, data: st.DataObject, task_id: str) -> None:
+        """Any claim or end of any attempt of this task, or of one of long ago."""
+        mine = [a for a in self.attempts if a.task_id == task_id][-3:]
+        if not self.attempts:
+            return
+        a = data.draw(st.sampled_from([*mine * 2, *mine[-1:] * 4, *self.attempts[-3:]]), "attempt")
+        call = data.draw(st.sampled_from(["claim", "bind", "finish", "finish", "end"]), "call")
         if call == "claim":
             self.claim(client, a, data.draw(boots))
         elif call == "bind":
             self.bind(client, a, data.draw(procs))
         elif call == "finish":
             known = self.model.tasks.get(a.task_id)
-            proc = data.draw(st.sampled_from(["", known.proc if known else "", "10.1"]))
-            self.finish(client, a, proc, data.draw(st.booleans()))
+            proc = data.draw(st.sampled_from(["", "", known.proc if known else "", "10.1"]), "proc")
+            self.finish(client, a, proc, data.draw(st.booleans(), "left to main"))
         else:
             self.end(client, a, data.draw(outcomes), data.draw(leftovers))
 
@@ -340,16 +362,13 @@ class Scripts(RuleBasedStateMachine):
         expected = self.model.end(a.task_id, a.attempt, state, leftover)
         assert store.end(a.task_id, a.attempt, a.devices, outcome) == expected
 
-    @precondition(lambda self: self.attempts)
-    @rule(client=clients, data=st.data(), counts=st.booleans(), most=st.integers(1, 3), fresh=st.booleans())
-    def lose(self, client: int, data: st.DataObject, counts: bool, most: int, fresh: bool) -> None:
-        """With a view of now or of any earlier moment; by an agent or by a placement."""
-        seen = self.store.books(sorted(self.model.books))[0] if self.model.books else []
-        self.views += [view for view in seen if view not in self.views]
-        candidates = seen if fresh else self.views
-        if not candidates:
+    def lose(self, client: int, data: st.DataObject, task_id: str) -> None:
+        """With a view of now or of a moment ago; by an agent or by a placement."""
+        if not self.views:
             return
-        store, view = self.begin(client), data.draw(st.sampled_from(candidates), "view")
+        now = self.views_of(task_id)
+        store, view = self.begin(client), data.draw(st.sampled_from([*now * 3, *self.views[-5:]]), "view")
+        counts, most = data.draw(st.booleans(), "counts"), data.draw(st.integers(1, 3), "most")
         epoch = self.some_epoch(data)
         expected = _unless_fenced(
             lambda: self.model.lose(view.task_id, view.attempt, view.state, counts=counts, most=most, epoch=epoch)
@@ -363,9 +382,9 @@ class Scripts(RuleBasedStateMachine):
 
     # -- ends that brim gives --------------------------------------------------------------------------------
 
-    @rule(client=clients, data=st.data(), task_id=tasks, how=closings)
-    def close(self, client: int, data: st.DataObject, task_id: str, how: tuple[State, Sequence[State]]) -> None:
-        store, (state, allowed) = self.begin(client), how
+    def close(self, client: int, data: st.DataObject, task_id: str) -> None:
+        """Cancelled by a user, expired or buried by a placement of now or long ago."""
+        store, (state, allowed) = self.begin(client), data.draw(closings)
         epoch = self.some_epoch(data)
         expected = _unless_fenced(lambda: self.model.close(task_id, state, allowed, epoch))
         assert _unless_fenced(lambda: str(store.close(task_id, state, WHY, allowed, epoch=epoch))) == expected
@@ -426,30 +445,25 @@ class Scripts(RuleBasedStateMachine):
         expected = _unless_fenced(lambda: self.model.lose_node(epoch, name))
         assert _unless_fenced(lambda: store.lose_node(epoch, view, 3000)) == expected
 
-    @rule(
-        name=st.sampled_from(sorted(NODES)),
-        data=st.data(),
-        used=st.sampled_from([0, 900, 4000, 9900]),
-        processes=st.fixed_dictionaries({}, optional=dict.fromkeys(PROCS, figures)),
-        when=st.sampled_from(["now", "now", "after an end", "after an end", "later", "an old one"]),
-    )
-    def report(self, name: str, data: st.DataObject, used: int, processes: dict[str, int | None], when: str) -> None:
-        """An agent samples memory, and sends the report at once or later."""
+    def memory_is_reported(self, client: int, data: st.DataObject, task_id: str) -> None:
+        """An agent samples memory, and sends the report at once, after the task's next step, or much later."""
+        when = data.draw(st.sampled_from(["now", "now", "after a step", "after a step", "later", "an old one"]), "when")
         if when == "an old one" and self.samples:
-            self.send(0, data.draw(st.sampled_from(self.samples)))
+            self.send(client, data.draw(st.sampled_from(self.samples[-5:]), "sample"))
             return
         before = self.store.server_ms()
         while (now_ms := self.store.server_ms()) == before:
             pass  # so that it is later than every end so far, and not than the next one
-        self.begin(0)
-        boot = self.some_boot(data, name)
-        found = {uuid_: (used, processes) for uuid_ in NODES[name]}
-        self.samples.append(Sample(self.model.step, now_ms, name, boot, found))
-        running = [a for a in self.attempts if self.model.lives(a.task_id, a.attempt)]
-        if when == "after an end" and running:
-            self.end(0, data.draw(st.sampled_from(running)), data.draw(outcomes), data.draw(leftovers))
+        self.begin(client)
+        task = self.model.tasks.get(task_id)
+        name = HOMES[task.devices[0]] if task and task.devices else data.draw(st.sampled_from(sorted(NODES)))
+        figures = data.draw(processes), data.draw(st.sampled_from([0, 900, 4000, 9900]), "used")
+        found = {uuid_: (figures[1], figures[0]) for uuid_ in NODES[name]}
+        self.samples.append(Sample(self.model.step, now_ms, name, self.some_boot(data, name), found))
+        if when == "after a step":
+            self.next_step(client, data, task_id)
         if when != "later":
-            self.send(0, self.samples[-1])
+            self.send(client, self.samples[-1])
 
     def send(self, client: int, sample: Sample) -> None:
         devices = {
@@ -461,17 +475,18 @@ class Scripts(RuleBasedStateMachine):
         report = MemoryReport(node=sample.node, boot=sample.boot, sampled_ms=sample.sampled_ms, devices=devices)
         assert self.stores[client].report(report) == self.model.report(sample)
 
-    @rule(client=clients, data=st.data(), uuid_=st.sampled_from(sorted(HOMES)), mib=st.sampled_from([0, 1, 500, 5000]))
-    def replace_a_process(self, client: int, data: st.DataObject, uuid_: str, mib: int) -> None:
-        """Placement marks processes, and the agent sees one gone."""
-        store = self.begin(client)
-        if mib:
+    def process_is_replaced(self, client: int, data: st.DataObject, task_id: str) -> None:
+        """Placement marks processes, or the agent sees one gone."""
+        store, task = self.begin(client), self.model.tasks.get(task_id)
+        uuid_ = task.devices[0] if task and task.devices else data.draw(st.sampled_from(sorted(HOMES)))
+        if data.draw(st.booleans(), "gone"):
+            proc = data.draw(procs)
+            assert store.process_gone(uuid_, proc) == self.model.process_gone(uuid_, proc)
+        else:
+            mib = data.draw(st.sampled_from([1, 500, 5000]), "mib")
             epoch = data.draw(st.sampled_from([*[self.model.epoch] * 3, *self.epochs[-2:]]))
             expected = _unless_fenced(lambda: self.model.doom(epoch, uuid_, mib))
             assert store.doom(epoch, uuid_, mib) == (-1 if expected == "fenced" else expected)
-        else:
-            proc = data.draw(procs)
-            assert store.process_gone(uuid_, proc) == self.model.process_gone(uuid_, proc)
 
     # -- what must hold after each step ----------------------------------------------------------------------
 

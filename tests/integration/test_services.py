@@ -283,6 +283,21 @@ def test_a_task_that_placement_finds_gone_leaves_its_place_to_the_next_at_once(p
     assert pipeline.state(second) is State.PLACED
 
 
+def test_a_task_behind_a_busy_executor_goes_to_another_that_becomes_idle(pipeline: Pipeline) -> None:
+    pipeline.register(devices=2, executors=1)
+    first, second, third = (pipeline.send(1) for _ in range(3))
+    pipeline.settle()
+    placed = {task_id: pipeline.store.records([task_id])[0].devices for task_id in (first, second, third)}
+    [beside] = [task_id for task_id in (first, second) if placed[task_id] != placed[third]]
+
+    pipeline.run(beside)
+    pipeline.settle()
+    pipeline.settle()
+
+    assert pipeline.store.records([third])[0].devices == placed[beside]
+    assert [event["event"] for event in pipeline.store.story(third)][-2:] == ["lost", "placed"]
+
+
 def test_the_grace_of_a_task_begins_anew_when_the_device_that_it_fits_goes_away(pipeline: Pipeline) -> None:
     pipeline.configure("intake", unfit_grace_s=0.4)
     pipeline.register()
