@@ -108,15 +108,19 @@ def server(town: Town) -> Times:
     return published(town, since_ms)
 
 
+MEASURES = {measure.__name__: measure for measure in (child, worker, placement, server, node)}
+
+
 def main() -> None:
     """Measure each recovery so many times."""
     parser = argparse.ArgumentParser(prog="python -m faults.recovery", description=__doc__)
-    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("what", nargs="*", choices=sorted(MEASURES), default=list(MEASURES), help="only these")
+    parser.add_argument("--times", type=int, default=20, help="how often each (20)")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="brim-recovery-"))
     figures = {}
     with cluster(folder, nodes=2, placements=2, device="8GiB", settings=SETTINGS) as made:
-        for measure in (child, worker, placement, server, node):
+        for measure in map(MEASURES.__getitem__, chosen.what):
             found = []
             for number in range(chosen.times):
                 town = Town(made, folder / f"{measure.__name__}{number}")
