@@ -157,6 +157,7 @@ def test_by_tls_with_an_authority_and_client_certificates_of_its_own(
             redis.Redis.from_url(f"rediss://127.0.0.1:{port}/0?ssl_cert_reqs=required").ping()
 
 
+@pytest.mark.large
 @pytest.mark.timeout(180)
 def test_a_master_that_dies_under_load_is_replaced_and_the_books_stay_in_order(tmp_path: Path, running: Serve) -> None:
     with watched(tmp_path) as cluster:
