@@ -90,7 +90,7 @@ closings = st.sampled_from(
 clients = st.integers(0, CLIENTS - 1)
 tasks = st.sampled_from(TASKS)
 amounts = st.sampled_from([1000, 2000, 4000, 9000])
-wishes = st.sampled_from(["plain", "plain", "plain", "later", "expires", "refused", "orphan"])
+wishes = st.sampled_from(["plain", "plain", "later", "expires", "expires", "refused", "orphan"])
 procs = st.sampled_from(PROCS)
 boots = st.sampled_from(["w1", "w2"])
 outcomes = st.sampled_from(
@@ -110,10 +110,10 @@ moves = st.sampled_from(
     [
         *["next_step"] * 10,
         *["call_out_of_turn"] * 2,
-        "lose",
-        "close",
+        *["lose"] * 2,
+        *["close"] * 2,
         "retry_arrives",
-        "memory_is_reported",
+        *["memory_is_reported"] * 3,
         "process_is_replaced",
     ]
 )
@@ -190,7 +190,9 @@ class Scripts(RuleBasedStateMachine):
             self.relane(client, task_id, UNESTIMATED, data.draw(amounts))
         elif task.state is State.WAITING:
             fitting = [choice for choice in CHOICES if all(self.fits(uuid_, task.vram_mib) for uuid_ in choice)]
-            devices = data.draw(st.sampled_from([*fitting * 2, *CHOICES]), "devices")
+            if not fitting:
+                self.mend(client, data.draw(st.sampled_from(sorted(NODES)), "node"))
+            devices = data.draw(st.sampled_from([*fitting * 3, *CHOICES]), "devices")
             made = self.placement(task_id, task.lane, task.vram_mib, devices)
             self.commit(client, model.epoch, made, data.draw(st.integers(0, 1), "ahead"))
         elif task.state in LIVE:
@@ -199,6 +201,15 @@ class Scripts(RuleBasedStateMachine):
             self.after_the_end(client, task_id, "answer")
         else:
             self.after_the_end(client, task_id, data.draw(st.sampled_from(["purge", "purge", "revive"])))
+
+    def mend(self, client: int, name: str) -> None:
+        """A node that takes nothing does so again, if nothing is left on it."""
+        store, node = self.begin(client), self.model.nodes.get(name)
+        if node is None or node.lost or len(node.devices) < len(NODES[name]):
+            self.register(client, name, NODES[name])
+        else:
+            assert store.set_device_state(name, node.boot, node.devices, "up")
+            assert self.model.set_device_state(name, node.boot, node.devices, "up")
 
     def advance(self, client: int, data: st.DataObject, a: Commit, task: Task) -> None:
         """Claim, bind, finish, end; sometimes a newer run of the id comes before the end."""
@@ -406,7 +417,7 @@ class Scripts(RuleBasedStateMachine):
 
     def some_boot(self, data: st.DataObject, name: str) -> str:
         current = self.model.nodes[name].boot if name in self.model.nodes else "none"
-        return data.draw(st.sampled_from([current, current, *self.boots[name]]), "boot")
+        return data.draw(st.sampled_from([*[current] * 4, *self.boots[name][-2:]]), "boot")
 
     @rule(
         client=clients,
@@ -446,8 +457,8 @@ class Scripts(RuleBasedStateMachine):
         assert _unless_fenced(lambda: store.lose_node(epoch, view, 3000)) == expected
 
     def memory_is_reported(self, client: int, data: st.DataObject, task_id: str) -> None:
-        """An agent samples memory, and sends the report at once, after the task's next step, or much later."""
-        when = data.draw(st.sampled_from(["now", "now", "after a step", "after a step", "later", "an old one"]), "when")
+        """An agent samples memory, and sends the report at once, after the task's end, or much later."""
+        when = data.draw(st.sampled_from(["now", "now", "after an end", "after an end", "later", "an old one"]), "when")
         if when == "an old one" and self.samples:
             self.send(client, data.draw(st.sampled_from(self.samples[-5:]), "sample"))
             return
@@ -457,11 +468,12 @@ class Scripts(RuleBasedStateMachine):
         self.begin(client)
         task = self.model.tasks.get(task_id)
         name = HOMES[task.devices[0]] if task and task.devices else data.draw(st.sampled_from(sorted(NODES)))
-        figures = data.draw(processes), data.draw(st.sampled_from([0, 900, 4000, 9900]), "used")
+        figures = data.draw(processes), data.draw(st.sampled_from([0, 300, 900, 4000, 9900]), "used")
         found = {uuid_: (figures[1], figures[0]) for uuid_ in NODES[name]}
         self.samples.append(Sample(self.model.step, now_ms, name, self.some_boot(data, name), found))
-        if when == "after a step":
-            self.next_step(client, data, task_id)
+        if when == "after an end" and task and task.state in LIVE:
+            mine = next(a for a in self.attempts if a.attempt == task.attempt)
+            self.end(client, mine, data.draw(outcomes), data.draw(leftovers))
         if when != "later":
             self.send(client, self.samples[-1])
 
@@ -571,7 +583,7 @@ def test_the_scripts_do_what_the_model_says(valkey_url: str) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: Scripts(valkey_url),
         settings=settings(
-            max_examples=LONG or 25,
+            max_examples=LONG or 40,
             stateful_step_count=60,
             deadline=None,
             phases=set(Phase) if LONG else set(Phase) - {Phase.shrink, Phase.explain},
