@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -222,6 +223,8 @@ class Cluster:
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGCONT)
                     os.kill(child.pid, signal.SIGKILL)
+        # Celery's results unsubscribe when they are collected: not after their server is gone.
+        gc.collect()
         self.producer.close()
         self.client.close()
 

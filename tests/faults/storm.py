@@ -382,10 +382,12 @@ class Storm:
         figures.longest_recovery_s = round(figures.longest_recovery_s, 2)
 
     def _is_answered(self, app: Celery, task_id: str) -> bool:
+        result = app.AsyncResult(task_id)
         try:
             # A result that is not there by now is not on its way any more; the first few get a little longer.
-            app.AsyncResult(task_id).get(timeout=2.0 if self.figures.unanswered < 3 else 0.1, propagate=False)
+            result.get(timeout=2.0 if self.figures.unanswered < 3 else 0.1, propagate=False)
         except Exception:
+            app.backend.remove_pending_result(result)  # it would be waited for as long as the app lives
             return False
         return True
 

@@ -50,6 +50,7 @@ def test_without_the_guard_of_admission_a_storm_tells(tmp_path: Path) -> None:
 
 def test_without_reclaim_a_storm_tells(tmp_path: Path) -> None:
     """The attempts of killed executors are never taken back."""
-    storm = Storm(tmp_path, 8.0, 3, faults={"executor": 1}, latest_s=8.0, sabotage="reclaim")
+    faults, mix = {"executor": 1}, {"long": 1}
+    storm = Storm(tmp_path, 8.0, 3, faults=faults, mix=mix, longest_s=3.0, latest_s=8.0, sabotage="reclaim")
 
     assert storm.run().lost > 0
