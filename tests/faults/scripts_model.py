@@ -335,6 +335,20 @@ class Model:
             self.expiring.discard(task_id)
         return "promoted" if promoted else "ended"
 
+    def out_of_memory(self, task_id: str, attempt: str, proc: str, vram_mib: int, most: int) -> str:
+        task = self.tasks.get(task_id)
+        if task is None:
+            return "unknown"
+        if task.attempt != attempt or task.proc != proc or task.state is not State.RUNNING:
+            return "stale"
+        if task.next is not None or task.cancelling or task.losses + 1 >= most:
+            return "final"
+        self._give_up(task)
+        task.losses += 1
+        task.lane, task.vram_mib = lane_of(vram_mib), vram_mib
+        self._wait(task_id)
+        return "waiting"
+
     def lose(
         self, task_id: str, attempt: str, seen: State, *, counts: bool, most: int, epoch: int | None = None
     ) -> str:
@@ -345,8 +359,7 @@ class Model:
             return "unknown"
         if task.attempt != attempt or task.state not in LIVE or task.state is not seen:
             return "stale"
-        self._release(task, None)
-        task.attempt, task.devices, task.boot, task.proc = None, (), "", ""
+        self._give_up(task)
         if task.next is not None and not task.cancelling:
             self._hand_over(task_id)
             return "promoted"
@@ -356,9 +369,7 @@ class Model:
         elif task.losses >= most:
             self._owe(task_id, State.DEAD)
         else:
-            task.state = State.WAITING
-            if task.expires:
-                self.expiring.add(task_id)
+            self._wait(task_id)
         return str(task.state)
 
     # -- ends that brim gives --------------------------------------------------------------------------------
@@ -495,6 +506,16 @@ class Model:
                 process.measured = leftover_mib
                 process.floor = counted if leftover_mib is None else 0
                 process.context, process.ended = CONTEXT_MIB, self.step
+
+    def _give_up(self, task: Task) -> None:
+        self._release(task, None)
+        task.attempt, task.devices, task.boot, task.proc = None, (), "", ""
+
+    def _wait(self, task_id: str) -> None:
+        task = self.tasks[task_id]
+        task.state = State.WAITING
+        if task.expires:
+            self.expiring.add(task_id)
 
     def _hand_over(self, task_id: str) -> None:
         task = self.tasks[task_id]

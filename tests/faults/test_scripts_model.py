@@ -217,8 +217,10 @@ class Scripts(RuleBasedStateMachine):
             self.claim(client, a, "w1")
         elif task.state is State.CLAIMED:
             self.bind(client, a, data.draw(procs))
-        elif task.state is State.RUNNING:
+        elif task.state is State.RUNNING and data.draw(st.integers(0, 4), "fits"):
             self.finish(client, a, task.proc, False)
+        elif task.state is State.RUNNING:
+            self.out_of_memory(client, a, task.proc, data.draw(amounts), 3)
         elif task.next is None and data.draw(st.booleans(), "retried"):
             self.admit(client, self.publish(a.task_id, task.retries + 1, a.vram_mib, "plain"))
         else:
@@ -342,7 +344,7 @@ class Scripts(RuleBasedStateMachine):
         if not self.attempts:
             return
         a = data.draw(st.sampled_from([*mine * 2, *mine[-1:] * 4, *self.attempts[-3:]]), "attempt")
-        call = data.draw(st.sampled_from(["claim", "bind", "finish", "finish", "end"]), "call")
+        call = data.draw(st.sampled_from(["claim", "bind", "finish", "finish", "end", "out of memory"]), "call")
         if call == "claim":
             self.claim(client, a, data.draw(boots))
         elif call == "bind":
@@ -351,6 +353,10 @@ class Scripts(RuleBasedStateMachine):
             known = self.model.tasks.get(a.task_id)
             proc = data.draw(st.sampled_from(["", "", known.proc if known else "", "10.1"]), "proc")
             self.finish(client, a, proc, data.draw(st.booleans(), "left to main"))
+        elif call == "out of memory":
+            known = self.model.tasks.get(a.task_id)
+            proc = data.draw(st.sampled_from([*[known.proc if known else ""] * 3, "10.1"]), "proc")
+            self.out_of_memory(client, a, proc, data.draw(amounts), data.draw(st.integers(1, 3), "most"))
         else:
             self.end(client, a, data.draw(outcomes), data.draw(leftovers))
 
@@ -365,6 +371,13 @@ class Scripts(RuleBasedStateMachine):
     def finish(self, client: int, a: Commit, proc: str, left_to_main: bool) -> None:
         found = self.begin(client).finish(a.task_id, a.attempt, proc, left_to_main=left_to_main)
         assert found == self.model.finish(a.task_id, a.attempt, proc, left_to_main)
+
+    def out_of_memory(self, client: int, a: Commit, proc: str, vram_mib: int, most: int) -> None:
+        demand, context_mib = Demand(vram_mib), CONTEXT_MIB
+        found = self.begin(client).out_of_memory(
+            a.task_id, a.attempt, a.devices, proc, lane_of(vram_mib), demand, context_mib, WHY, most, None
+        )
+        assert found == self.model.out_of_memory(a.task_id, a.attempt, proc, vram_mib, most)
 
     def end(self, client: int, a: Commit, state: State, leftover: int | None) -> None:
         store = self.begin(client)
