@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 from brim.celery.envelope import BrokerLayout, slot
-from brim.celery.revokes import Revokes, cancel
+from brim.celery.revokes import Revokes
 from brim.core.attributes import TaskSignature
 from brim.core.model import State
 from brim.core.profiles import ResourceTable
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.types import Admission, AdmitAnswer, Peeked
+from brim.store.types import Admission, Peeked
 
 from . import metrics
 from .admission import UNESTIMATED, Admitter, whole_gpu_mib
@@ -35,9 +35,6 @@ IDLE_S = 0.5
 """Longest time between two looks at what no bell rings for: signatures and etas."""
 FULL_S = 0.1
 """Time between two looks for room in overflow when it is full."""
-
-
-IN_BRIM = (AdmitAnswer.ADMITTED, AdmitAnswer.SCHEDULED)
 
 
 class Bells:
@@ -125,9 +122,6 @@ class Intake:
             why = admission.refusal or admission.waits_for
             told = f"{answer}: {why}" if why else answer
             log.info("%s %s", admission.task, told, extra=about(admission.identity.task_id))
-        admitted = [a.identity.task_id for a, answer in zip(admissions, answers, strict=True) if answer in IN_BRIM]
-        # In this order: what is revoked between the two is known by now, and cancelled by whoever heard it.
-        cancel(self.store, self.store.revoked(admitted), running=False)
         return len(answers)
 
     def learn_signatures(self) -> None:

@@ -22,7 +22,7 @@ class Fenced(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """One message; ``wish`` is plain, later (an eta far ahead), expires, refused, or orphan (an attempt's own)."""
+    """One message; ``wish`` is plain, later (an eta far ahead), expires, refused, revoked, or orphan."""
 
     raw: bytes
     task_id: str
@@ -175,6 +175,9 @@ class Model:
         if message.wish == "refused":
             self._owe(message.task_id, State.DEAD)
             return "refused"
+        if message.wish == "revoked":
+            self._owe(message.task_id, State.CANCELLED)
+            return "revoked"
         if message.wish == "expires":
             fresh.expires = True
             self.expiring.add(message.task_id)

@@ -90,7 +90,7 @@ closings = st.sampled_from(
 clients = st.integers(0, CLIENTS - 1)
 tasks = st.sampled_from(TASKS)
 amounts = st.sampled_from([1000, 2000, 4000, 9000])
-wishes = st.sampled_from(["plain", "plain", "later", "expires", "expires", "refused", "orphan"])
+wishes = st.sampled_from(["plain", "plain", "later", "expires", "expires", "refused", "revoked", "orphan"])
 procs = st.sampled_from(PROCS)
 boots = st.sampled_from(["w1", "w2"])
 outcomes = st.sampled_from(
@@ -271,7 +271,10 @@ class Scripts(RuleBasedStateMachine):
             own_attempt=message.wish == "orphan",
             refusal=WHY if message.wish == "refused" else None,
         )
+        if message.wish == "revoked":
+            store.remember_revoked([message.task_id])
         assert store.admit([admission])[0] == self.model.admit(message)
+        store.client.delete(store.keys.revoked)
 
     @rule(client=clients, task_id=tasks, old=st.sampled_from([UNESTIMATED, lane_of(2000)]), vram_mib=amounts)
     def relane(self, client: int, task_id: str, old: str, vram_mib: int) -> None:

@@ -654,3 +654,10 @@ def test_what_was_learned_is_kept_with_its_peaks_taken_off_or_not_at_all(cluster
         cluster.store.keep_learned(cluster.epoch + 1, 1, {"t": b"other"})
     assert cluster.store.calibrations() == {"t": b"state"}
     assert len(cluster.store.peaks(10)) == 1
+
+
+def test_a_task_that_was_revoked_before_it_came_is_cancelled_at_admission(cluster: Cluster) -> None:
+    cluster.store.remember_revoked(["a"])
+    assert cluster.admit("a") is AdmitAnswer.REVOKED
+    assert cluster.state("a") is State.CANCELLED
+    assert [owed.reason.code for owed in cluster.store.owed(10)] == ["revoked"]

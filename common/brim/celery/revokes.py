@@ -2,7 +2,7 @@
 
 `app.control.revoke` is a broadcast that workers remember in their memory. A task that waits in intake's queue, in
 overflow or for its eta is in no worker, so intake listens as well: it cancels what brim knows, and remembers the
-ids for what is admitted later.
+ids for what comes later, which is cancelled at admission.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 
 from kombu.messaging import Consumer
 
-from brim.core.model import Reason
 from brim.settings import Settings
 from brim.store import Store
+from brim.store.intake import REVOKED
 
 from .answers import answering_app
 
 log = logging.getLogger("brim.intake")
 
-REVOKED = Reason("revoked", "revoked by its producer")
 LOOK_S = 1.0
 
 

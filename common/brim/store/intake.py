@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from brim.core.model import Identity
+from brim.core.model import Identity, Reason
 
 from .base import Base
 from .codec import dump, milliseconds
 from .runner import Arg, Call
 from .types import Admission, AdmitAnswer, Peeked
 
+REVOKED = Reason("revoked", "revoked by its producer")
 REVOKES_KEPT, REVOKES_KEPT_S = 50_000, 10_800
 """How many revoked ids are remembered, and for how long; as many as Celery's workers do."""
 
@@ -68,6 +69,7 @@ class IntakeSide(Base):
             dump(a.waits_for) if a.waits_for else "",
             dump(a.explanation),
             waits_in,
+            dump(REVOKED),
         ]
         return Call(
             "admit",
@@ -88,6 +90,7 @@ class IntakeSide(Base):
                 keys.outbox,
                 keys.awaited,
                 keys.lane(waits_in),
+                keys.revoked,
             ],
             args,
         )
@@ -102,11 +105,6 @@ class IntakeSide(Base):
         pipeline.zremrangebyscore(self.keys.revoked, "-inf", now - REVOKES_KEPT_S * 1000)
         pipeline.zremrangebyrank(self.keys.revoked, 0, -REVOKES_KEPT - 1)
         pipeline.execute()
-
-    def revoked(self, ids: Sequence[str]) -> list[str]:
-        """Which of the ids have been revoked."""
-        scores = self.client.zmscore(self.keys.revoked, ids) if ids else []
-        return [task_id for task_id, score in zip(ids, scores, strict=True) if score is not None]
 
     def release_due(self, limit: int) -> int:
         """Moves scheduled tasks whose eta has come into overflow; returns how many."""

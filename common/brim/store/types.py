@@ -20,6 +20,8 @@ class AdmitAnswer(StrEnum):
     ADMITTED = "admitted"
     SCHEDULED = "scheduled"
     REFUSED = "refused"
+    REVOKED = "revoked"
+    """Its producer had revoked it before it came; cancelled at once."""
     HELD = "held"
     """An earlier run of this id still lives; the message is kept as its next."""
     REDELIVERY = "redelivery"

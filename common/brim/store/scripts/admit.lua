@@ -4,13 +4,16 @@
 --
 -- KEYS  1 broker list  2 record  3 story  4 counts  5 tasks  6 lane  7 lanes  8 changed  9 wake
 --       10 scheduled  11 expiring  12 seq  13 finished  14 outbox  15 awaited  16 lane that the record waits in
+--       17 revoked
 -- ARGV  1 raw envelope  2 task id  3 task name  4 nesting  5 retries  6 lane  7 priority (0 first)
 --       8 eta ms or ''  9 expires ms or ''  10 head  11 tail  12 demand JSON  13 context MiB
 --       14 "1" if the envelope carries brim's attempt header with this very rank
 --       15 refusal reason JSON or ''  16 why it must wait before it can be placed, JSON or ''
 --       17 estimate's explanation, JSON  18 lane that the record waits in, '' if none
--- Returns  "gone" (another replica took it) | "admitted" | "scheduled" | "refused" | "held" (a run of this
---          id still lives; kept as its next) | "redelivery" | "orphan" (an attempt's message without record)
+--       19 reason JSON of a task that was revoked before it came
+-- Returns  "gone" (another replica took it) | "admitted" | "scheduled" | "refused" | "revoked" (cancelled at
+--          once) | "held" (a run of this id still lives; kept as its next) | "redelivery"
+--          | "orphan" (an attempt's message without record)
 --          | "closed" (brim has given this id its last answer) | "moved" (a run of this id that waits in
 --          another lane gives way: ask again; nothing was done)
 
@@ -71,6 +74,14 @@ end
 
 redis.call('HSET', record, 'estimate', ARGV[17])
 tell(KEYS[3], now, 'admitted', ',"estimate":' .. ARGV[17] .. ',"run":' .. redis.call('HGET', record, 'run'))
+if redis.call('ZSCORE', KEYS[17], id) then
+  move(record, KEYS[4], state, 'cancelled')
+  redis.call('HSET', record, 'reason', ARGV[19])
+  tell(KEYS[3], now, 'cancelled', because(ARGV[19]))
+  close(record, KEYS[13], KEYS[11], id, now, true)
+  owe_answer(KEYS[14], record, id, 'cancelled', ARGV[19])
+  return 'revoked'
+end
 if ARGV[9] ~= '' then redis.call('ZADD', KEYS[11], ARGV[9], id) end
 if ARGV[8] ~= '' and tonumber(ARGV[8]) > now then
   move(record, KEYS[4], state, 'scheduled')
