@@ -50,7 +50,7 @@ class Admitter:
             if len(source.raw) > self.max_message_bytes:
                 message = f"the message has {len(source.raw)} bytes, more than intake.max_message_bytes allows"
                 raise MalformedMessage(
-                    Reason("too_large", f"{message} ({self.max_message_bytes})"), *_names(source.raw)
+                    Reason("message_too_large", f"{message} ({self.max_message_bytes})"), *_names(source.raw)
                 )
             envelope = parse(source.raw)
         except MalformedMessage as error:

@@ -395,4 +395,4 @@ class TestMalformed:
         assert len(raw) < 20_000
         with pytest.raises(MalformedMessage, match="unpacks to more than 1 MiB") as refused:
             parse(raw).body()
-        assert refused.value.reason.code == "too_large"
+        assert refused.value.reason.code == "message_too_large"

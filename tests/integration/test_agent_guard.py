@@ -30,8 +30,12 @@ def shared_bench(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def served(shared_bench: Bench) -> Iterator[Bench]:
-    """The shared agent, complete and idle before."""
-    wait_until(shared_bench.is_idle, what="the device is up, idle and complete", timeout_s=STARTING_S)
+    """The shared agent, complete and idle before, and nothing left over of the test before."""
+
+    def ready() -> bool:
+        return shared_bench.is_idle() and shared_bench.device().committed_mib == 0
+
+    wait_until(ready, what="the device is up, idle, complete and empty", timeout_s=STARTING_S)
     yield shared_bench
     assert shared_bench.store.audit() == []
 
@@ -73,6 +77,7 @@ def test_the_agent_ends_what_no_framework_limits_before_its_neighbour_is_short(s
 
     assert ended.reason is not None
     assert (ended.reason.code, ended.losses) == ("outgrew", 1)
+    assert ended.demand.vram_mib >= 1500, "it is placed again with what it is known to need"
     assert outgrown(served, greedy) == ["outgrown", "lost"]
     assert served.wait_for(neighbour, State.SUCCEEDED).attempts == 1
     assert refused(served) == before
@@ -83,6 +88,8 @@ def test_at_soft_the_agent_only_warns(served: Bench, tmp_path: Path) -> None:
     greedy = served.run("device.creep", vram_mib=1000, guard="soft", mib=2000, step=500, outside=True, until=go)
 
     wait_until(lambda: outgrown(served, greedy) == ["outgrown"], what="the story tells of the excess")
+    key = served.store.keys.task(greedy)
+    wait_until(lambda: served.client.hget(key, "sampled_mib") == b"2000", what="the agent has seen all of it")
     Path(go).touch()
 
     assert served.wait_for(greedy, State.SUCCEEDED).attempts == 1

@@ -85,58 +85,35 @@ class Attempts:
 
     def requeue(self, task_id: str, attempt: AttemptHeader, reason: Reason) -> None:
         """The task asked to be delivered again (``Reject(requeue=True)``): it waits in its old place."""
-        view = AttemptView(
-            task_id,
-            attempt.attempt,
-            attempt.devices,
-            attempt.vram_mib,
-            proc=MAIN_PROCESS,
-            state=State.FINISHING,
-            boot=self._identity.boot,
-            placed_s=0.0,
-            claimed_s=None,
-            lane="",
-            context_mib=attempt.context_mib,
-        )
+        view = self._view(task_id, attempt, MAIN_PROCESS, State.FINISHING)
         self._patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
         self._agent.changed()
 
     def out_of_memory(
         self, task_id: str, attempt: AttemptHeader, proc: str, text: str, peak_mib: int, offered_mib: int | None
     ) -> OutOfMemoryAnswer:
-        """The attempt ran out of GPU memory: its task is placed again, with what it is known to need.
-
-        ``text`` is the framework's own; for the rest see `demand_after_out_of_memory`.
-        """
-        answer = self._patiently(lambda: self._out_of_memory(task_id, attempt, proc, text, peak_mib, offered_mib))
+        """The attempt ran out of GPU memory, which the framework told in this ``text``; see `place_again_with_more`."""
+        view = self._view(task_id, attempt, proc, State.RUNNING)
+        reason = Reason("oom", f"ran out of GPU memory with {attempt.vram_mib} MiB reserved: {text}")
+        answer = self._patiently(
+            lambda: place_again_with_more(self.store, view, reason, peak_mib, offered_mib, self._max_attempts)
+        )
         self._agent.changed()
         return answer
 
-    def _out_of_memory(
-        self, task_id: str, attempt: AttemptHeader, proc: str, text: str, peak_mib: int, offered_mib: int | None
-    ) -> OutOfMemoryAnswer:
-        record = self.store.record(task_id)
-        if record is None:
-            return OutOfMemoryAnswer.UNKNOWN
-        largest_mib = max((d.total_mib - d.headroom_mib for d in self.store.devices()), default=0)
-        vram_mib = demand_after_out_of_memory(attempt.vram_mib, peak_mib, offered_mib, largest_mib)
-        if vram_mib is None:
-            return OutOfMemoryAnswer.FINAL
-        then = f"its demand is raised to {vram_mib} MiB"
-        if vram_mib == attempt.vram_mib:
-            then = "others had taken from what was reserved for it"
-        demand = replace(record.demand, vram_mib=vram_mib)
-        return self.store.out_of_memory(
+    def _view(self, task_id: str, attempt: AttemptHeader, proc: str, state: State) -> AttemptView:
+        return AttemptView(
             task_id,
             attempt.attempt,
             attempt.devices,
-            proc,
-            lane_of(record.task, demand),
-            demand,
-            attempt.context_mib,
-            Reason("oom", f"ran out of GPU memory with {attempt.vram_mib} MiB reserved: {then}: {text}"),
-            self._max_attempts,
-            peak_mib or None,
+            attempt.vram_mib,
+            proc=proc,
+            state=state,
+            boot=self._identity.boot,
+            placed_s=0.0,
+            claimed_s=None,
+            lane="",
+            context_mib=attempt.context_mib,
         )
 
     def _patiently(self, call: Callable[[], T]) -> T:
@@ -155,3 +132,36 @@ class Attempts:
                 if not pause_s:
                     log.warning("Redis is away, trying again: %s", error)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+
+
+def place_again_with_more(
+    store: Store, view: AttemptView, reason: Reason, peak_mib: int, offered_mib: int | None, max_attempts: int
+) -> OutOfMemoryAnswer:
+    """Have the task of a running attempt placed again that ran out of its memory, with what it is known to need.
+
+    ``reason``: what happened; the task's story says besides what becomes of its demand. For the other figures see
+    `demand_after_out_of_memory`. FINAL where no further try makes sense: the attempt has not ended then.
+    """
+    record = store.record(view.task_id)
+    if record is None:
+        return OutOfMemoryAnswer.UNKNOWN
+    largest_mib = max((d.total_mib - d.headroom_mib for d in store.devices()), default=0)
+    vram_mib = demand_after_out_of_memory(view.vram_mib, peak_mib, offered_mib, largest_mib)
+    if vram_mib is None:
+        return OutOfMemoryAnswer.FINAL
+    then = f"its demand is raised to {vram_mib} MiB"
+    if vram_mib == view.vram_mib:
+        then = "others had taken from what was reserved for it"
+    demand = replace(record.demand, vram_mib=vram_mib)
+    return store.out_of_memory(
+        view.task_id,
+        view.attempt,
+        view.devices,
+        view.proc,
+        lane_of(record.task, demand),
+        demand,
+        view.context_mib,
+        Reason(reason.code, f"{then}: {reason.message}"),
+        max_attempts,
+        peak_mib or None,
+    )

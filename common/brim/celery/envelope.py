@@ -174,7 +174,7 @@ class Envelope:
 
         Raises `MalformedMessage` for another serializer than JSON and msgpack (code ``serializer``), an unknown or
         broken compression (``compression``), a body that unpacks to more than `MAX_BODY_BYTES`
-        (``too_large``), and anything that is not ``[args, kwargs, embed]`` (``malformed``).
+        (``message_too_large``), and anything that is not ``[args, kwargs, embed]`` (``malformed``).
         """
         try:
             return _decode_body(self)
@@ -507,5 +507,5 @@ def _unpack(data: bytes, compression: str | None) -> bytes:
     except (zlib.error, OSError, EOFError, lzma.LZMAError) as error:
         raise MalformedMessage(Reason("compression", f"body: not {compression}: {error}")) from error
     if len(plain) > MAX_BODY_BYTES:
-        raise MalformedMessage(Reason("too_large", f"body: unpacks to more than {MAX_BODY_BYTES // 2**20} MiB"))
+        raise MalformedMessage(Reason("message_too_large", f"body: unpacks to more than {MAX_BODY_BYTES // 2**20} MiB"))
     return plain

@@ -18,15 +18,17 @@ from collections.abc import Sequence
 from celery import Celery
 
 from brim.celery.agent_link import Event, Listener
+from brim.celery.attempts import place_again_with_more
 from brim.celery.plugin import registration
 from brim.core.model import AttemptView, Reason
 from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Sight, decide
-from brim.gpu.guard import excesses
+from brim.gpu.guard import Excess, excesses
 from brim.gpu.probe import DeviceInfo, Probe, open_probe
 from brim.gpu.sampling import Peaks, next_interval_s
 from brim.settings import ConfigurationError, Problem, Settings
 from brim.store import Store
 from brim.store.connection import address, is_outage
+from brim.store.types import OutOfMemoryAnswer
 from brim_services import metrics
 from brim_services.logs import about
 from brim_services.loop import Pulse, open_store, patiently, stop_on_signals
@@ -287,12 +289,19 @@ class Agent:
         for excess in found:
             attempt = excess.attempt
             if excess.ends:
-                self._settle(attempt, excess.reason, counts=True)
-                self.watch.kill(attempt.proc)
+                self._end_outgrown(excess)
             elif attempt.attempt not in self._outgrown:
                 log.warning("task %s, attempt %s: %s", attempt.task_id, attempt.attempt, excess.reason)
                 self.store.outgrown(attempt.task_id, attempt.attempt, excess.reason)
         self._outgrown = {excess.attempt.attempt for excess in found}
+
+    def _end_outgrown(self, excess: Excess) -> None:
+        """Have the task placed again with what it is known to need, or as it was; its process ends in any case."""
+        attempt, most = excess.attempt, self.settings.placement.max_attempts
+        answer = place_again_with_more(self.store, attempt, excess.reason, excess.used_mib, None, most)
+        if answer is not OutOfMemoryAnswer.WAITING:
+            self._settle(attempt, excess.reason, counts=True)
+        self.watch.kill(attempt.proc)
 
     def _state(self, uuid: str, ready: bool) -> str:
         if self._draining_since is not None:

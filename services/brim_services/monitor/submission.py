@@ -40,7 +40,7 @@ FIELDS = {
     "bad_header": "body.attributes",
     "above_bound": "body.kwargs",
     "bad_estimate": "body.kwargs",
-    "too_large": "body.args",
+    "message_too_large": "body.args",
 }
 """Which field of a request a refusal of admission is about."""
 
