@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 from brim.core.model import State
+from brim.gpu.process import proc_id
 from brim_services.keeper import members
 from faults.cut import Line
 from faults.town import Town, within_s
@@ -66,7 +66,7 @@ def test_node_agent_killed(town: Town) -> None:
     executor = town.executor(results[0])
     town.cluster.kill(node)
 
-    town.wait_until(lambda: not Path(f"/proc/{executor}").exists(), "its workers have ended with it")
+    town.wait_until(lambda: proc_id(executor) is None, "its workers have ended with it")
     town.wait_until(lambda: town.losses(results[0]), "its attempt is ended")
     assert town.losses(results[0])[0] in ("agent_died", "node_lost")
     go.touch()
@@ -83,13 +83,13 @@ def test_node_agent_paused_past_the_lease(town: Town) -> None:
         town.wait_until(lambda: town.losses(result) == ["node_lost"], "its lease has run out")
         town.wait_until(lambda: town.begun(go, result) == 2, "it runs elsewhere")
         # Both attempts now come to their end; the stale one, still alive, may not say so.
-        assert Path(f"/proc/{stale}").exists()
+        assert proc_id(stale) is not None
         go.touch()
         assert town.get(result) == "held"
     finally:
         town.cluster.signal(node, signal.SIGCONT)
 
-    town.wait_until(lambda: not Path(f"/proc/{stale}").exists(), "the agent has ended what was no longer its own")
+    town.wait_until(lambda: proc_id(stale) is None, "the agent has ended what was no longer its own")
     town.settle()
     assert town.told(result).count("succeeded") == 1
     assert (town.record(result).attempts, town.record(result).node != node) == (2, True)
@@ -160,12 +160,12 @@ def test_whole_node_cut_off(town: Town) -> None:
             line.cut()
             town.wait_until(lambda: town.losses(struck) == ["node_lost"], "it is lost with its node")
             town.wait_until(lambda: town.begun(go, struck) == 2, "it runs elsewhere")
-            assert Path(f"/proc/{stale}").exists()
+            assert proc_id(stale) is not None
             go.touch()
             assert [town.get(result) for result in results] == ["held"] * 2
             line.mend()
             town.settle()
-            assert not Path(f"/proc/{stale}").exists()
+            assert proc_id(stale) is None
             assert town.told(struck).count("succeeded") == 1
         finally:
             line.mend()

@@ -138,7 +138,7 @@ def register(app: Celery) -> None:
         if how == "fail":
             raise KeyError("no such thing")
         if how == "retry" and not self.request.retries:
-            raise self.retry(exc=ValueError("again"), countdown=0)
+            raise self.retry(exc=ValueError("again"), countdown=1)
         if how == "ignore":
             raise Ignore("nothing to say")
         return how

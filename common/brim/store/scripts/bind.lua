@@ -10,21 +10,26 @@ if not state then return 'unknown' end
 if state == 'cancelled' then return 'cancelled' end
 if known[2] ~= ARGV[1] then return 'stale' end
 
-local doomed = false
+local doomed, books = false, {}
 for i = 7, #KEYS do
-  if redis.call('HEXISTS', KEYS[i], 'a:' .. ARGV[1]) == 0 then return 'stale' end
-  local process = redis.call('HGET', KEYS[i], 'p:' .. ARGV[2])
-  doomed = doomed or (process and parse_process(process).doomed)
+  local book = read_book(KEYS[i])
+  if not book.attempts[ARGV[1]] then return 'stale' end
+  local process = book.processes[ARGV[2]]
+  doomed = doomed or (process and process.doomed)
+  books[#books + 1] = book
 end
 local answer = doomed and 'doomed' or 'granted'
 if state == 'running' and known[3] == ARGV[2] then return answer end
 if state ~= 'claimed' then return 'stale' end
 
-for i = 7, #KEYS do
-  local amounts, id = string.match(redis.call('HGET', KEYS[i], 'a:' .. ARGV[1]), '^(%d+|%d+|%d+)|[^|]*|(.*)$')
-  redis.call('HSET', KEYS[i], 'a:' .. ARGV[1], amounts .. '|' .. ARGV[2] .. '|' .. id)
-  redis.call('HSETNX', KEYS[i], 'p:' .. ARGV[2], format_process(fresh_process()))
-  refresh(KEYS[i], KEYS[4], KEYS[5], KEYS[6])
+for _, book in ipairs(books) do
+  book.attempts[ARGV[1]].proc = ARGV[2]
+  write_attempt(book, ARGV[1])
+  if not book.processes[ARGV[2]] then
+    book.processes[ARGV[2]] = fresh_process()
+    write_process(book, ARGV[2])
+  end
+  show(book, KEYS[4], KEYS[5], KEYS[6])
 end
 local now = now_ms()
 redis.call('HSET', KEYS[1], 'proc', ARGV[2], 'started_ms', integer(now))

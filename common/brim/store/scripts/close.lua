@@ -26,8 +26,9 @@ if state == 'running' or state == 'finishing' then
 end
 if LIVE[state] then
   for i = 14, #KEYS do
-    release(KEYS[i], ARGV[6], nil, tonumber(ARGV[7]), now)
-    refresh(KEYS[i], KEYS[6], KEYS[4], KEYS[5])
+    local book = read_book(KEYS[i])
+    release(book, ARGV[6], nil, tonumber(ARGV[7]), now)
+    show(book, KEYS[6], KEYS[4], KEYS[5])
   end
 end
 redis.call('ZREM', KEYS[10], id)

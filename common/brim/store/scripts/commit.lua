@@ -18,7 +18,7 @@ if known[1] ~= 'waiting' or known[2] ~= ARGV[3] then
 end
 
 -- The same checks in the same order as brim.core.placement.fit.shortage.
-local vram, ahead = tonumber(ARGV[6]), tonumber(ARGV[7])
+local vram, ahead, books = tonumber(ARGV[6]), tonumber(ARGV[7]), {}
 for i = 10, #KEYS do
   local book = read_book(KEYS[i])
   if not book.info then return { 'refused', 'unknown', KEYS[i], '0' } end
@@ -35,13 +35,16 @@ for i = 10, #KEYS do
     changed(KEYS[6], KEYS[7], 'd:' .. book.info.uuid)
     return { 'refused', short, book.info.uuid, integer(missing) }
   end
+  books[#books + 1] = book
 end
 
 local now = now_ms()
-for i = 10, #KEYS do
-  local host = i == 10 and ARGV[11] .. '|' .. ARGV[12] or '0|0'
-  redis.call('HSET', KEYS[i], 'a:' .. ARGV[4], integer(vram) .. '|' .. host .. '||' .. id)
-  refresh(KEYS[i], KEYS[8], KEYS[6], KEYS[7])
+for i, book in ipairs(books) do
+  local first = i == 1
+  book.attempts[ARGV[4]] = { vram = vram, milli_cpus = first and tonumber(ARGV[11]) or 0,
+                             ram = first and tonumber(ARGV[12]) or 0, proc = '', id = id }
+  write_attempt(book, ARGV[4])
+  show(book, KEYS[8], KEYS[6], KEYS[7])
 end
 redis.call('ZREM', KEYS[5], id)
 redis.call('HSET', record, 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8], 'placed_ms', integer(now))

@@ -94,29 +94,12 @@ local function held_mib(process)
   return process.measured >= 0 and process.measured or process.floor
 end
 
--- Reads a device's book: attempts and processes with what is reserved for them, and the sums.
-local function read_book(key)
-  local flat = redis.call('HGETALL', key)
-  local book = { attempts = {}, processes = {}, external = 0, sampled_ms = 0, busy = 0, milli_cpus = 0, ram = 0 }
-  for i = 1, #flat, 2 do
-    local field, value = flat[i], flat[i + 1]
-    local kind = string.sub(field, 1, 2)
-    if kind == 'a:' then
-      local vram, milli_cpus, ram, proc = string.match(value, '^(%d+)|(%d+)|(%d+)|([^|]*)|')
-      book.attempts[string.sub(field, 3)] = { vram = tonumber(vram), proc = proc }
-      book.busy, book.milli_cpus, book.ram = book.busy + 1, book.milli_cpus + milli_cpus, book.ram + ram
-    elseif kind == 'p:' then
-      book.processes[string.sub(field, 3)] = parse_process(value)
-    elseif field == 'info' then
-      book.info = cjson.decode(value)
-    elseif field == 'state' then
-      book.state = value
-    else
-      book[field] = tonumber(value)
-    end
-  end
-  local committed, reclaimable = 0, 0
+-- Sums a book up: what is committed, what of it idle processes would give back, and what attempts hold besides.
+local function add_up(book)
+  local committed, reclaimable, busy, milli_cpus, ram = 0, 0, 0, 0, 0
+  for _, process in pairs(book.processes) do process.reserved = 0 end
   for _, attempt in pairs(book.attempts) do
+    busy, milli_cpus, ram = busy + 1, milli_cpus + attempt.milli_cpus, ram + attempt.ram
     if attempt.proc == '' then
       committed = committed + attempt.vram
     else
@@ -129,8 +112,44 @@ local function read_book(key)
     committed = committed + math.max(process.reserved, held_mib(process))
     if process.reserved == 0 and not process.doomed then reclaimable = reclaimable + held_mib(process) end
   end
-  book.committed, book.reclaimable = committed, reclaimable
+  book.committed, book.reclaimable, book.busy = committed, reclaimable, busy
+  book.milli_cpus, book.ram = milli_cpus, ram
+end
+
+-- Reads a device's book: attempts and processes with what is reserved for them, and the sums.
+local function read_book(key)
+  local flat = redis.call('HGETALL', key)
+  local book = { key = key, attempts = {}, processes = {}, external = 0, sampled_ms = 0 }
+  for i = 1, #flat, 2 do
+    local field, value = flat[i], flat[i + 1]
+    local kind = string.sub(field, 1, 2)
+    if kind == 'a:' then
+      local vram, milli_cpus, ram, proc, id = string.match(value, '^(%d+)|(%d+)|(%d+)|([^|]*)|(.*)$')
+      book.attempts[string.sub(field, 3)] = { vram = tonumber(vram), milli_cpus = tonumber(milli_cpus),
+                                              ram = tonumber(ram), proc = proc, id = id }
+    elseif kind == 'p:' then
+      book.processes[string.sub(field, 3)] = parse_process(value)
+    elseif field == 'info' then
+      book.info = cjson.decode(value)
+    elseif field == 'state' then
+      book.state = value
+    else
+      book[field] = tonumber(value)
+    end
+  end
+  add_up(book)
   return book
+end
+
+-- Writes one attempt, or one process, of a book.
+local function write_attempt(book, attempt)
+  local held = book.attempts[attempt]
+  redis.call('HSET', book.key, 'a:' .. attempt, integer(held.vram) .. '|' .. integer(held.milli_cpus) .. '|'
+    .. integer(held.ram) .. '|' .. held.proc .. '|' .. held.id)
+end
+
+local function write_process(book, proc)
+  redis.call('HSET', book.key, 'p:' .. proc, format_process(book.processes[proc]))
 end
 
 -- Whether a device is one of this node's; another node may have registered it since, or it may be gone.
@@ -140,9 +159,9 @@ local function is_of(key, node)
 end
 
 -- Rewrites the device's entry in the availability table from its book, and tells placement if it changed.
-local function refresh(key, availability, changes, wake)
-  local book = read_book(key)
-  if not book.info then return book end
+local function show(book, availability, changes, wake)
+  if not book.info then return end
+  add_up(book)
   local info = book.info
   local entry = cjson.encode({
     uuid = info.uuid, node = info.node, index = info.index, model = info.model, total_mib = info.total_mib,
@@ -153,16 +172,15 @@ local function refresh(key, availability, changes, wake)
     redis.call('HSET', availability, info.uuid, entry)
     changed(changes, wake, 'd:' .. info.uuid)
   end
-  return book
 end
 
 -- Takes an attempt out of a device's book. Its process then counts as its `leftover`; where that is not known, as
 -- what it counted for before, until it is measured after now, or gone.
-local function release(key, attempt, leftover, context, now)
-  local book = read_book(key)
+local function release(book, attempt, leftover, context, now)
   local held = book.attempts[attempt]
   if not held then return end
-  redis.call('HDEL', key, 'a:' .. attempt)
+  book.attempts[attempt] = nil
+  redis.call('HDEL', book.key, 'a:' .. attempt)
   if held.proc == '' then return end
   local process = book.processes[held.proc]
   if leftover then
@@ -171,7 +189,7 @@ local function release(key, attempt, leftover, context, now)
     process.measured, process.floor = -1, math.max(process.reserved, held_mib(process))
   end
   process.context, process.ended = context, now
-  redis.call('HSET', key, 'p:' .. held.proc, format_process(process))
+  write_process(book, held.proc)
 end
 
 -- Notes the peak of an attempt that is over: in its record, and for calibration, which learns from it (see

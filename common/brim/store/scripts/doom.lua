@@ -22,8 +22,8 @@ for _, proc in ipairs(idle) do
   if wanted <= 0 then break end
   local process = book.processes[proc]
   process.doomed = true
-  redis.call('HSET', KEYS[2], 'p:' .. proc, format_process(process))
+  write_process(book, proc)
   wanted, marked = wanted - held_mib(process), marked + 1
 end
-if marked > 0 then refresh(KEYS[2], KEYS[3], KEYS[4], KEYS[5]) end
+if marked > 0 then show(book, KEYS[3], KEYS[4], KEYS[5]) end
 return marked

@@ -21,10 +21,12 @@ local now, context = now_ms(), tonumber(ARGV[6])
 local leftovers = {}
 for amount in string.gmatch(ARGV[5], '[^,]+') do leftovers[#leftovers + 1] = tonumber(amount) end
 local ran_out = ARGV[4] ~= '' and cjson.decode(ARGV[4]).code == 'out_of_memory'
-local noted = note_peak(record, KEYS[11], id, attempt, read_book(KEYS[12]), ARGV[7], ran_out)
-for i = 12, #KEYS do
-  release(KEYS[i], attempt, leftovers[i - 11], context, now)
-  refresh(KEYS[i], KEYS[6], KEYS[4], KEYS[5])
+local books = {}
+for i = 12, #KEYS do books[i - 11] = read_book(KEYS[i]) end
+local noted = note_peak(record, KEYS[11], id, attempt, books[1], ARGV[7], ran_out)
+for i, book in ipairs(books) do
+  release(book, attempt, leftovers[i], context, now)
+  show(book, KEYS[6], KEYS[4], KEYS[5])
 end
 
 local to, reason, promoted, owed = ARGV[3], ARGV[4], false, false

@@ -19,15 +19,16 @@ if not state then return 'unknown' end
 if known[2] ~= attempt or not LIVE[state] or state ~= ARGV[8] then return 'stale' end
 if known[3] ~= ARGV[3] then return 'moved' end
 
-local now = now_ms()
+local now, books = now_ms(), {}
+for i = 15, #KEYS do books[i - 14] = read_book(KEYS[i]) end
 -- Outgrowing its reservation is all that a loss tells about a task's need: at least what was seen of it.
 local noted = ''
 if cjson.decode(ARGV[4]).code == 'outgrew' then
-  noted = note_peak(record, KEYS[14], id, attempt, read_book(KEYS[15]), '', true)
+  noted = note_peak(record, KEYS[14], id, attempt, books[1], '', true)
 end
-for i = 15, #KEYS do
-  release(KEYS[i], attempt, nil, tonumber(ARGV[7]), now)
-  refresh(KEYS[i], KEYS[6], KEYS[4], KEYS[5])
+for _, book in ipairs(books) do
+  release(book, attempt, nil, tonumber(ARGV[7]), now)
+  show(book, KEYS[6], KEYS[4], KEYS[5])
 end
 redis.call('HDEL', record, 'attempt', 'devices', 'node', 'boot', 'proc')
 redis.call('HSET', record, 'reason', ARGV[4])

@@ -11,7 +11,7 @@ redis.call('HSET', KEYS[2], 'state', 'lost')
 for i = 6, #KEYS do
   if is_of(KEYS[i], ARGV[3]) then
     redis.call('HSET', KEYS[i], 'state', 'lost')
-    refresh(KEYS[i], KEYS[3], KEYS[4], KEYS[5])
+    show(read_book(KEYS[i]), KEYS[3], KEYS[4], KEYS[5])
   end
 end
 return 1

@@ -16,10 +16,12 @@ if known[2] ~= attempt or known[3] ~= ARGV[3] or state ~= 'running' then return 
 if known[4] or known[5] or tonumber(known[6] or '0') + 1 >= tonumber(ARGV[8]) then return 'final' end
 
 local now = now_ms()
-local noted = note_peak(record, KEYS[10], id, attempt, read_book(KEYS[11]), ARGV[9], true)
-for i = 11, #KEYS do
-  release(KEYS[i], attempt, nil, tonumber(ARGV[6]), now)
-  refresh(KEYS[i], KEYS[6], KEYS[4], KEYS[5])
+local books = {}
+for i = 11, #KEYS do books[i - 10] = read_book(KEYS[i]) end
+local noted = note_peak(record, KEYS[10], id, attempt, books[1], ARGV[9], true)
+for _, book in ipairs(books) do
+  release(book, attempt, nil, tonumber(ARGV[6]), now)
+  show(book, KEYS[6], KEYS[4], KEYS[5])
 end
 redis.call('HDEL', record, 'attempt', 'devices', 'node', 'boot', 'proc')
 redis.call('HSET', record, 'reason', ARGV[7], 'lane', ARGV[4], 'demand', ARGV[5])

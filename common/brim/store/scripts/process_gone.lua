@@ -3,9 +3,11 @@
 -- ARGV  1 proc
 -- Returns  1 | 0 an attempt is still bound to it: lose that first
 
-for _, attempt in pairs(read_book(KEYS[1]).attempts) do
+local book = read_book(KEYS[1])
+for _, attempt in pairs(book.attempts) do
   if attempt.proc == ARGV[1] then return 0 end
 end
 redis.call('HDEL', KEYS[1], 'p:' .. ARGV[1])
-refresh(KEYS[1], KEYS[2], KEYS[3], KEYS[4])
+book.processes[ARGV[1]] = nil
+show(book, KEYS[2], KEYS[3], KEYS[4])
 return 1

@@ -21,7 +21,7 @@ for i, info in ipairs(node.devices) do
   local key = KEYS[i + 7]
   redis.call('DEL', key)
   redis.call('HSET', key, 'info', cjson.encode(info), 'state', ARGV[6], 'external', '0')
-  refresh(key, KEYS[3], KEYS[4], KEYS[5])
+  show(read_book(key), KEYS[3], KEYS[4], KEYS[5])
 end
 for i = 7, #ARGV do
   redis.call('DEL', KEYS[#node.devices + 1 + i])

@@ -23,11 +23,14 @@ for i = 4, #ARGV do
         least, most = least - mib, most - mib
         if process.ended < sampled then process.measured, process.floor = mib, 0 end
       end
-      if process.ended < sampled then redis.call('HSET', key, 'p:' .. proc, format_process(process)) end
+      if process.ended < sampled then
+        book.processes[proc] = process
+        write_process(book, proc)
+      end
     end
-    local external = math.max(0, least, math.min(book.external, most))
-    redis.call('HSET', key, 'external', integer(external), 'sampled_ms', ARGV[2])
-    refresh(key, KEYS[2], KEYS[3], KEYS[4])
+    book.external = math.max(0, least, math.min(book.external, most))
+    redis.call('HSET', key, 'external', integer(book.external), 'sampled_ms', ARGV[2])
+    show(book, KEYS[2], KEYS[3], KEYS[4])
   end
 end
 redis.call('PUBLISH', KEYS[5], ARGV[3])
