@@ -20,6 +20,7 @@ from brim.core.placement.fit import UP, capacity_mib, claim_mib, milli, node_sho
 from brim.core.placement.mix import Mix
 from brim.core.placement.outlook import OFFERS, SCARCITY, STEPS
 from brim.core.placement.policy import PRESETS, make_policy
+from brim.core.placement.rooms import CPU_GRAIN
 from unit.placement_cases import TASKS, cluster_of, device
 
 GPU = 1000
@@ -154,7 +155,7 @@ def cpu_seen(site: Site, minus: float = 0.0) -> int | None:
     """The CPU that scores see: whole CPUs before the placement, or None where undeclared."""
     if site.node.cpus == 0:
         return None
-    return (milli(site.node.cpus) - milli(site.node.cpus_used)) // 1000 * 1000 - milli(minus)
+    return (milli(site.node.cpus) - milli(site.node.cpus_used)) // CPU_GRAIN * CPU_GRAIN - milli(minus)
 
 
 def choices(site: Site, demand: Demand, cluster: Cluster) -> Iterator[tuple[int, ...]]:

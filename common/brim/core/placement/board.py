@@ -6,6 +6,7 @@ memory, and a decision is one search along the class's row.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -15,10 +16,10 @@ from brim.core.model import Demand
 from brim.core.placement.cluster import Cluster, Shape, Site
 from brim.core.placement.fit import UP, milli
 from brim.core.placement.mix import Mix
-from brim.core.placement.outlook import Ints, Kind, SiteKinds, look
+from brim.core.placement.outlook import Form, Ints, Kind, look
 from brim.core.placement.policy import Policy
 from brim.core.placement.rooms import CPU_GRAIN, Classes, Reading, Rooms
-from brim.core.placement.trial import NOWHERE, Scores, Trial
+from brim.core.placement.trial import NONE, NOWHERE, Scores, Trial
 
 REMEMBERED = 20_000
 """Columns kept by what is free at a site; when there are more, all are forgotten."""
@@ -87,7 +88,7 @@ class Board:
 
     def refresh(self) -> None:
         """Take over what has changed in the cluster, in the views, and in the mix if it has drifted."""
-        if self._names is not self.cluster.order() or self._drifted():
+        if self._names is not self.cluster.order() or self._known != len(self.cluster.tasksets) or self._drifted():
             self._start()
         while self._changed:
             name = self._changed.pop()
@@ -112,14 +113,14 @@ class Board:
             return None
         line = self._scores[row]
         place = int(line.argmax())
-        if line[place] == NOWHERE:
+        if line[place] < NONE:
             self._open[row] = False
             self._closed = True
             return None
         if ram_mib and ram_mib > self._ram[place]:
             line = np.where(self._ram >= ram_mib, line, NOWHERE)
             place = int(line.argmax())
-            if line[place] == NOWHERE:
+            if line[place] < NONE:
                 return None
         column = self._columns[place]
         if row >= len(column.scores):
@@ -139,7 +140,7 @@ class Board:
         """The best place for the class at one site, be it as it is, veiled or imagined; memory and executors alone."""
         trial, reading = self.trial(row, site)
         scores, first = trial.best(self.policy.rate(trial))
-        if scores[0] == NOWHERE:
+        if scores[0] < NONE:
             return None
         positions = sorted(reading.order[at] for at in trial.places(0, int(first[0])))
         return Spot(site.name, tuple(positions), int(scores[0]))
@@ -158,10 +159,9 @@ class Board:
     def trial(self, row: int, site: Site) -> tuple[Trial, Reading]:
         """All candidates of the class at one site, be it as it is, veiled or imagined; memory and executors alone."""
         reading = Reading.of(site, self.ahead, self._least_mib, memory=self.memory)
-        kinds, sort = self._shapes[site.shape]
         classes = self._tabulate([row])
         runs = classes.most_gpus > 1
-        rooms = Rooms([site], [reading], [kinds], [sort], self.outlook.step_mib, apart=runs)
+        rooms = Rooms([site], [reading], [self._forms[site.shape]], self.outlook.step_mib, apart=runs)
         return Trial(classes, rooms, self.outlook, runs=runs), reading
 
     def learn(self, classes: Iterable[tuple[Demand, str]]) -> None:
@@ -176,14 +176,15 @@ class Board:
         """Begin anew with the sites that there are now."""
         self._names = self.cluster.order()
         self._places = {name: place for place, name in enumerate(self._names)}
+        self._known = len(self.cluster.tasksets)
         shares = self.mix.shares() if self.mix else []
-        self.outlook, self._shapes = look(map(self._site, self._names), shares)
+        self.outlook, self._forms = look(map(self._site, self._names), shares)
         self._shares = dict(shares)
         self._mix_version = self.mix.version
         number = len(self._names)
         self._readings: list[Reading] = [Reading([], [], 0)] * number
         self._columns: list[_Column] = [_Column(np.zeros(0, np.int32), np.zeros(0, np.int64), [])] * number
-        self._shape: list[tuple[Shape | None, SiteKinds]] = [(None, ((), 0))] * number
+        self._shape: list[tuple[Shape | None, Form]] = [(None, Form((), 0, (0,)))] * number
         self._memory: dict[tuple[object, ...], _Column] = {}
         self._rooms: dict[bool, Rooms] = {}
         self._ram = np.zeros(number, dtype=np.int64)
@@ -212,23 +213,23 @@ class Board:
         """Bring one site's column up to date; False if the site's shape has not been seen before."""
         site = self._views.get(name) or self.cluster[name]
         place = self._places[name]
-        known, shape = self._shape[place]
+        known, form = self._shape[place]
         if site.shape is not known:
-            found = self._shapes.get(site.shape)
+            found = self._forms.get(site.shape)
             if found is None:
                 return False
-            shape = found
+            form = found
             self._shape[place] = site.shape, found
         reading = Reading.of(site, self.ahead, self._least_mib, memory=self.memory)
         self._readings[place] = reading
         self._rooms.clear()
         self._ram[place] = site.node.ram_mib - site.node.ram_used_mib if site.node.ram_mib > 0 else _UNBOUND
-        key: tuple[object, ...] = (shape[1], reading.cpu // CPU_GRAIN, *reading.codes)
+        key: tuple[object, ...] = (form.sort, reading.cpu // CPU_GRAIN, *reading.codes)
         if self.policy.whole_site:
             key = (*key, tuple([(device.busy, device.available_mib) for device in site.devices]))
         column = self._memory.get(key)
         if column is None or len(column.scores) < len(self._classes):
-            column = self._compute(site, reading, *shape)
+            column = self._compute(site, reading, form)
             if len(self._memory) >= REMEMBERED:
                 self._memory.clear()
             self._memory[key] = column
@@ -239,25 +240,26 @@ class Board:
             scores = np.where(self._cpu <= reading.cpu, scores, NOWHERE)
         self._scores[:rows, place] = scores
         if self._closed:
-            self._open[:rows] |= scores > NOWHERE
+            self._open[:rows] |= scores > NONE
             self._closed = not self._open.all()
         return True
 
-    def _compute(self, site: Site, reading: Reading, kinds: tuple[int, ...], sort: int) -> _Column:
+    def _compute(self, site: Site, reading: Reading, form: Form) -> _Column:
         """The scores of all classes at one site, whatever CPU they need."""
-        rooms = Rooms([site], [reading], [kinds], [sort], self.outlook.step_mib)
+        step_mib, codes = self.outlook.step_mib, reading.codes
+        rooms = Rooms([site], [reading], [form], step_mib)
         trial = Trial(self._all, rooms, self.outlook)
         column = _Column(*trial.best(self.policy.rate(trial)), rooms.starts[0])
-        for classes, rows, least_mib in self._several:
-            fitting = [code for code in reading.codes if code >> 2 >= least_mib]
-            if len(fitting) >= classes.most_gpus and len({*fitting}) + len({*kinds}) > 2:
-                each = Rooms([site], [reading], [kinds], [sort], self.outlook.step_mib, apart=True)
-                trial = Trial(classes, each, self.outlook, runs=True)
-                scores, firsts = trial.best(self.policy.rate(trial))
-                column.scores[rows] = scores
-                column.runs = column.runs or {}
-                for cell, row in enumerate(rows.tolist()):
-                    column.runs[row] = trial.places(cell, int(firsts[cell]))
+        for classes, rows, least_mib in self._several if len(rooms.starts[0]) > 1 else ():
+            first = bisect_left(codes, least_mib * 4)
+            if len(codes) - first < classes.most_gpus or (codes[first] == codes[-1] and len(form.present) == 1):
+                continue
+            trial = Trial(classes, Rooms([site], [reading], [form], step_mib, apart=True), self.outlook, runs=True)
+            scores, firsts = trial.best(self.policy.rate(trial))
+            column.scores[rows] = scores
+            column.runs = column.runs or {}
+            for cell, row in enumerate(rows.tolist()):
+                column.runs[row] = trial.places(cell, int(firsts[cell]))
         return column
 
     # -- classes -----------------------------------------------------------------------------------------------
@@ -287,9 +289,8 @@ class Board:
         """The rooms of all sites as they were read last."""
         if apart not in self._rooms:
             sites = [self._site(name) for name in self._names]
-            shapes = [self._shapes[site.shape] for site in sites]
-            kinds, sorts = [kinds for kinds, _ in shapes], [sort for _, sort in shapes]
-            self._rooms[apart] = Rooms(sites, self._readings, kinds, sorts, self.outlook.step_mib, apart=apart)
+            forms = [self._forms[site.shape] for site in sites]
+            self._rooms[apart] = Rooms(sites, self._readings, forms, self.outlook.step_mib, apart=apart)
         return self._rooms[apart]
 
     def _group(self) -> None:

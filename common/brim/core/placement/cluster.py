@@ -100,6 +100,10 @@ class Cluster:
     def __getitem__(self, node: str) -> Site:
         return self._sites[node]
 
+    def site(self, node: str) -> Site | None:
+        """The node's site; None if it is unknown."""
+        return self._sites.get(node)
+
     def __contains__(self, node: str) -> bool:
         return node in self._sites
 

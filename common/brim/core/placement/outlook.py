@@ -6,7 +6,7 @@ same on every cluster; host CPUs in thousandths of one CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 from brim.core.model import Demand
 from brim.core.placement.cluster import Shape, Site
 from brim.core.placement.fit import milli
-
-SiteKinds = tuple[tuple[int, ...], int]
-"""Kinds of a site's devices by position, and its sort."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -62,21 +59,32 @@ class Sort:
     """-1 where the server has not declared its CPUs."""
 
 
-def look(sites: Iterable[Site], shares: Sequence[tuple[Demand, float]]) -> tuple[Outlook, dict[Shape, SiteKinds]]:
-    """The outlook for these sites, and for each shape among them the kinds of its devices and its sort."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A site's shape in an outlook's numbers."""
+
+    kinds: tuple[int, ...]
+    """Of its devices by position."""
+    sort: int
+    present: tuple[int, ...]
+    """The kinds that occur, at least one."""
+
+
+def look(sites: Iterable[Site], shares: Sequence[tuple[Demand, float]]) -> tuple[Outlook, dict[Shape, Form]]:
+    """The outlook for these sites, and the form of each shape among them."""
     kinds: dict[Kind, int] = {}
     sorts: dict[Sort, int] = {}
     counts: list[int] = []
-    shapes: dict[Shape, SiteKinds] = {}
+    forms: dict[Shape, Form] = {}
     for shape in (site.shape for site in sites):
-        if shape not in shapes:
+        if shape not in forms:
             of_devices = (Kind(model, shape.labels, tasks) for model, tasks, _ in shape.devices)
             numbers = tuple([kinds.setdefault(kind, len(kinds)) for kind in of_devices])
             sort = Sort(numbers, tuple([mib for _, _, mib in shape.devices]), shape.cpu_milli or -1)
-            shapes[shape] = numbers, sorts.setdefault(sort, len(sorts))
+            forms[shape] = Form(numbers, sorts.setdefault(sort, len(sorts)), tuple(sorted({*numbers})) or (0,))
             counts += [0] * (len(sorts) - len(counts))
-        counts[shapes[shape][1]] += 1
-    return Outlook(shares, list(kinds), list(zip(sorts, counts, strict=True))), shapes
+        counts[forms[shape].sort] += 1
+    return Outlook(shares, list(kinds), list(zip(sorts, counts, strict=True))), forms
 
 
 class Outlook:
@@ -100,6 +108,7 @@ class Outlook:
         self.suits = np.array([[kind.suits(demand) for kind in kinds] for demand, _ in likely], dtype=bool)
         self.suits.shape = (len(likely), len(kinds))
         self._servers = np.array([number for _, number in sorts], dtype=np.float64)
+        self._worths: dict[tuple[tuple[str, float], ...], Worth] = {}
         self.levels = np.unique(self.cpu[self.gpus > 0])
         """CPU amounts at which one more likely demand becomes possible."""
 
@@ -206,6 +215,12 @@ class Outlook:
         """What is usable, demands weighed by how often they come alone (FGD)."""
         return Usable(self, np.where(self.gpus > 0, self.share, 0.0))
 
+    def worth(self, parts: tuple[tuple[str, float], ...]) -> Worth:
+        """The worth of a site's state as a weighted sum of parts, made once for each choice of them."""
+        if parts not in self._worths:
+            self._worths[parts] = Worth(self, dict(parts))
+        return self._worths[parts]
+
 
 class Usable:
     """Memory that a task drawn from the weighed demands could use, in expectation (Weng et al., ATC'23).
@@ -232,7 +247,6 @@ class Usable:
                 else:
                     tables[min(int(outlook.need[row]), STEPS)][kind, level[row] :, outlook.gpus[row] :] += weight[row]
         self.single *= np.arange(STEPS + 1)
-        self._flat = [self.single[kind].ravel() for kind in range(kinds)]
         self.several = sorted(tables.items())
 
     def at(self, kinds: Sequence[int], free: Sequence[int], cpu_milli: int) -> float:
@@ -245,14 +259,54 @@ class Usable:
                 total += float(weight[kind, level, len(enough)]) * sum(enough)
         return total
 
-    def of(self, kind: Ints | int, level: Ints, steps: Ints) -> Floats:
-        """``single`` at these kinds, levels and free steps, broadcast against each other."""
-        row = level * (STEPS + 1)
+
+PARTS = ("fill", "usable", "likely", "unstranded", "cheapness")
+"""What a `Worth` may be made of: `Outlook.fill`; `Outlook.usable_scarce`; `Outlook.usable_likely`; minus the free GPU
+memory that free CPU cannot feed at the mean ratio; minus the held memory times `Outlook.price`."""
+
+
+class Worth:
+    """What the state of a site is worth, as a weighted sum of `PARTS`; a placement keeps more or less of it.
+
+    Everything that depends on one device's free memory is one table, so that all parts cost one look-up.
+    """
+
+    def __init__(self, outlook: Outlook, weights: Mapping[str, float]) -> None:
+        weight = {part: weights.get(part, 0.0) for part in PARTS}
+        kinds, levels = len(outlook.kinds), len(outlook.levels) + 1
+        table = np.zeros((kinds, levels, STEPS + 1))
+        if weight["fill"]:
+            table += weight["fill"] * outlook.fill
+        self.several: list[tuple[int, Floats]] = []
+        """As in `Usable`."""
+        for part in ("usable", "likely"):
+            if weight[part]:
+                usable = outlook.usable_scarce if part == "usable" else outlook.usable_likely
+                table += weight[part] * usable.single
+                self.several += [(need, weight[part] * each) for need, each in usable.several]
+        self.claims = weight["fill"] + weight["usable"] + weight["likely"]
+        """What a step is worth in the hands of a task."""
+        self.unstranded = weight["unstranded"] if outlook.cpu_per_step else 0.0
+        self.price = weight["cheapness"] * outlook.price if weight["cheapness"] else None
+        """[sort], for each step in the hands of a task."""
+        # In front, as much as a demand that does not fit reaches below the first row.
+        front = np.zeros(STEPS + 1)
+        self._of_kind = [np.concatenate([front, table[kind].ravel()]) for kind in range(kinds)]
+        self._of_all = np.concatenate([front, table.ravel()])
+        self._kind_size = table[0].size if kinds else 0
+
+    def of(self, kind: Ints | int, row: Ints, steps: Ints) -> Floats:
+        """Of devices of these kinds, rows (`Worth.row`) and free steps, broadcast against each other."""
         if isinstance(kind, int):
-            found: Floats = self._flat[kind].take(row + steps)
+            found: Floats = self._of_kind[kind].take(row + steps)
         else:
-            found = self.single.ravel().take(kind * self.single[0].size + row + steps)
+            found = self._of_all.take(kind * self._kind_size + row + steps)
         return found
+
+    @staticmethod
+    def row(level: Ints) -> Ints:
+        """Where the tables begin for these CPU levels."""
+        return (level + 1) * (STEPS + 1)
 
 
 def _likely(shares: Sequence[tuple[Demand, float]]) -> list[tuple[Demand, float]]:

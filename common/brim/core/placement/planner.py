@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from brim.core.model import Demand, Reason
 from brim.core.placement.board import Board, Spot
-from brim.core.placement.cluster import Cluster
+from brim.core.placement.cluster import Cluster, Site
 from brim.core.placement.fit import node_shortage, place_name
 from brim.core.placement.mix import Mix
 from brim.core.placement.policy import Policy
@@ -114,16 +114,24 @@ class Planner:
         self._memory: _Memory | None = None
 
     def plan(
-        self, cluster: Cluster, lanes: Iterable[Lane], now_s: float, promises: Mapping[str, Promise] = NO_PROMISES
+        self,
+        cluster: Cluster,
+        lanes: Iterable[Lane],
+        now_s: float,
+        promises: Mapping[str, Promise] = NO_PROMISES,
+        *,
+        reasons: bool = True,
     ) -> Plan:
         """Decide for every lane, most urgent head first; the cluster is left as it was found.
 
         ``promises`` are those of the last plan whose placements were all committed. After a refused commit,
-        refresh the cluster and plan again with the promises from before.
+        refresh the cluster and plan again with the promises from before. ``reasons=False`` leaves out ``waits``.
         """
         if self._memory is None or self._memory.cluster is not cluster:
             self._memory = _Memory(self, cluster)
-        return _Pass(self.settings, self._memory, {lane.key: lane for lane in lanes}, now_s).run(promises)
+        return _Pass(self.settings, self._memory, {lane.key: lane for lane in lanes}, now_s).run(
+            promises, reasons=reasons
+        )
 
 
 class _Memory:
@@ -141,7 +149,8 @@ class _Memory:
         self.survey = Survey(cluster)
         self.reasons: dict[str, tuple[str, Reason]] = {}
         """Lane → (head, reason), the longest known first."""
-        self.veiled: set[str] = set()
+        self.veils: dict[str, tuple[Promise | None, Site | None]] = {}
+        """Node → the promise and the site from which the boards' view of it was made."""
 
 
 class _Pass:
@@ -158,7 +167,7 @@ class _Pass:
         self.blocked: list[tuple[Lane, Waiting]] = []
         self.most_promises = settings.promises_for(len(memory.cluster.order()))
 
-    def run(self, promises: Mapping[str, Promise]) -> Plan:
+    def run(self, promises: Mapping[str, Promise], *, reasons: bool) -> Plan:
         self._keep(promises)
         heads = [(lane.waiting[0].score, key, 0) for key, lane in self.lanes.items() if lane.waiting]
         heapq.heapify(heads)
@@ -169,7 +178,8 @@ class _Pass:
                 self._block(lane, lane.waiting[position])
             elif position + 1 < len(lane.waiting):
                 heapq.heappush(heads, (lane.waiting[position + 1].score, key, position + 1))
-        self._explain()
+        if reasons:
+            self._explain()
         self.cluster.undo(len(self.plan.placements))
         return self.plan
 
@@ -186,14 +196,19 @@ class _Pass:
                 continue
             if promise.node in self.cluster and promise.holds(self.cluster[promise.node]):
                 self.plan.promises[lane.waiting[0].task_id] = promise
-        for node in self.memory.veiled | {promise.node for promise in self.plan.promises.values()}:
+        for node in self.memory.veils.keys() | {promise.node for promise in self.plan.promises.values()}:
             self._veil(node)
 
     def _veil(self, node: str) -> None:
         """Let the boards see of a node what its promise leaves to others."""
         promise = next((promise for promise in self.plan.promises.values() if promise.node == node), None)
-        view = None if promise is None else promise.view(self.cluster[node])
-        (self.memory.veiled.discard if view is None else self.memory.veiled.add)(node)
+        site = self.cluster.site(node)
+        seen = self.memory.veils.pop(node, (None, None))
+        if promise is not None:
+            self.memory.veils[node] = promise, site
+        if seen[0] is promise and seen[1] is site:
+            return
+        view = None if promise is None or site is None else promise.view(site)
         self.board.veil(node, view)
         if self.memory.behind is not None:
             self.memory.behind.veil(node, view)

@@ -15,9 +15,21 @@ import numpy as np
 
 from brim.core.placement.outlook import STEPS, Floats
 from brim.core.placement.rooms import ENDLESS
-from brim.core.placement.trial import Trial
+from brim.core.placement.trial import Rated, Trial
 
 Score = Callable[[Trial], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A score that is a part of a site's worth: how much of it a candidate keeps (`Trial.kept`)."""
+
+    part: str
+    """One of `brim.core.placement.outlook.PARTS`."""
+
+    def __call__(self, trial: Trial) -> Floats:
+        """The score of each candidate."""
+        return trial.kept(trial.outlook.worth(((self.part, 1.0),))).whole()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +43,17 @@ class Policy:
     whole_site: bool = False
     """Whether scores look at more of a site than its open devices' free memory and its free CPU."""
 
-    def rate(self, trial: Trial) -> Floats | float:
-        """The score of each candidate, to be broadcast over the trial; between sites whole numbers of it count."""
-        total: Floats | float = 0.0
+    def rate(self, trial: Trial) -> Rated:
+        """The scores of all candidates; between sites, whole numbers of them count."""
+        parts = [(score.part, weight * self.resolution) for _, weight, score in self.scores if isinstance(score, Part)]
+        rated = trial.kept(trial.outlook.worth(tuple(parts))) if parts else Rated(0.0)
+        if len(parts) == len(self.scores):
+            return rated
+        total: Floats | float = rated.whole()
         for _, weight, score in self.scores:
-            total = score(trial) * (weight * self.resolution) + total
-        return total
+            if not isinstance(score, Part):
+                total = total + score(trial) * (weight * self.resolution)
+        return Rated(total)
 
     def parts(self, trial: Trial) -> dict[str, Floats]:
         """Each score by its name, unweighted, for `brim explain`."""
@@ -70,7 +87,7 @@ def satisfaction(trial: Trial) -> Floats:
     1 − (usable memory lost ÷ capacity of the chosen GPUs), between 0 and 1. The expected loss is the fragmentation
     gradient of Weng et al., "Beware of Fragmentation", ATC'23.
     """
-    lost = trial.usable_lost(trial.outlook.usable_likely)
+    lost = trial.claimed - likely_kept(trial)
     return np.clip(1.0 - lost / _capacity(trial), 0.0, 1.0)
 
 
@@ -81,39 +98,33 @@ def _capacity(trial: Trial) -> Floats:
 
 # -- packed: maximum capacity. All in thousandths of the largest GPU ----------------------------------------------
 
+fill_kept = Part("fill")
+"""Claimed memory − fall of the chosen GPUs' expected fill (`Outlook.fill`): minus the waste that is to come.
 
-def fill_kept(trial: Trial) -> Floats:
-    """Claimed memory − fall of the chosen GPUs' expected fill (`Outlook.fill`): minus the waste that is to come.
+This is what finds the combinations that fill a GPU: 810 of 1,000 beside a task that takes 190 costs nothing, beside
+none it costs what the 1,000 would have been filled with otherwise."""
 
-    This is what finds the combinations that fill a GPU: 810 of 1,000 beside a task that takes 190 costs nothing,
-    beside none it costs what the 1,000 would have been filled with otherwise.
-    """
-    return trial.claimed - trial.fill_lost()
+usable_kept = Part("usable")
+"""Claimed memory − fall of the site's usable memory, demands weighed by scarcity (`Outlook.scarce`).
 
+FGD's gradient (Weng et al., ATC'23), with a larger say for demands that few servers can run."""
 
-def usable_kept(trial: Trial) -> Floats:
-    """Claimed memory − fall of the site's usable memory, demands weighed by scarcity (`Outlook.scarce`).
+unstranded = Part("unstranded")
+"""Fall of the free GPU memory that the server's free CPU cannot feed: X = max(0, free GPU − free CPU ÷ ĉ).
 
-    FGD's gradient (Weng et al., ATC'23), with a larger say for demands that few servers can run.
-    """
-    return trial.claimed - trial.usable_lost(trial.outlook.usable_scarce)
+ĉ is the likely demands' mean CPU per GPU memory. A task that asks for more CPU than the mean goes where CPU is
+plentiful."""
 
-
-def unstranded(trial: Trial) -> Floats:
-    """Fall of the free GPU memory that the server's free CPU cannot feed: X = max(0, free GPU − free CPU ÷ ĉ).
-
-    ĉ is the likely demands' mean CPU per GPU memory. A task that asks for more CPU than the mean goes where CPU is
-    plentiful.
-    """
-    return trial.stranded_saved()
-
-
-def cheapness(trial: Trial) -> Floats:
-    """− claimed memory × price of the server's sort (`Outlook.price`): keep away from what others must have."""
-    return -trial.claimed * trial.outlook.price[trial.rooms.sort][:, None]
+cheapness = Part("cheapness")
+"""− claimed memory × price of the server's sort (`Outlook.price`): keep away from what others must have."""
 
 
 # -- the others -----------------------------------------------------------------------------------------------------
+
+
+likely_kept = Part("likely")
+"""Claimed memory − fall of the site's usable memory, demands weighed by how often they come: − the fall of free
+memory that is no fragment (Weng et al., ATC'23)."""
 
 
 def fgd(trial: Trial) -> Floats:
@@ -121,8 +132,7 @@ def fgd(trial: Trial) -> Floats:
 
     Rounded down to integers; this coarseness is part of what the published rule gains.
     """
-    gained = trial.claimed - trial.usable_lost(trial.outlook.usable_likely)
-    return 100.0 / (1.0 + np.exp(-gained / STEPS))
+    return 100.0 / (1.0 + np.exp(-likely_kept(trial) / STEPS))
 
 
 def tightness(trial: Trial) -> Floats:

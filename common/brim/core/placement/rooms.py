@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import mul
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from brim.core.model import Demand, Device
 from brim.core.placement.cluster import Site
 from brim.core.placement.fit import UP, capacity_mib, milli
-from brim.core.placement.outlook import STEPS, Bools, Floats, Ints, Outlook
+from brim.core.placement.outlook import STEPS, Bools, Floats, Form, Ints, Outlook, Worth
 
 CLOSED = -1
 """Free memory in places of the arrays without an open device."""
@@ -20,7 +21,7 @@ CLOSED = -1
 ENDLESS = 10**12
 """Free memory when memory is not looked at, and free CPU of a server that has not declared any."""
 
-CPU_GRAIN = 1000
+CPU_GRAIN = 2000
 """Scores see free CPU rounded down to so many thousandths; the fit rule sees it exactly."""
 
 
@@ -34,23 +35,31 @@ class Reading:
     """For each: available MiB × 4 + 2 if its next executor is the last + 1 if nothing is held on it."""
     cpu: int
     """Exact free thousandths of a CPU."""
+    last: bool = False
+    """Whether the next executor is the last somewhere."""
 
     @classmethod
     def of(cls, site: Site, ahead: int, least_mib: int, *, memory: bool) -> Reading:
         """Read a site, without devices that have less than ``least_mib``; the others as in the fit rule."""
         found = []
+        last = False
         for position, device in enumerate(site.devices):
             slots = device.executors + ahead - device.busy
             if slots <= 0 or device.state != UP:
                 continue
             held = device.committed_mib
             room = device.total_mib - device.headroom_mib - device.external_mib - held if memory else ENDLESS
-            if room >= least_mib:
-                found.append(((room * 4 + (2 if slots == 1 else 0) + (held == 0)) << 6) + position)
+            if room < least_mib:
+                continue
+            code = room * 4 + (held == 0)
+            if slots == 1:
+                last = True
+                code += 2
+            found.append((code << 6) + position)
         found.sort()
         node = site.node
         cpu = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else ENDLESS
-        return cls([each & 63 for each in found], [each >> 6 for each in found], cpu)
+        return cls([each & 63 for each in found], [each >> 6 for each in found], cpu, last)
 
     def starts(self, kinds: Sequence[int] | None, *, apart: bool) -> list[int]:
         """Places where groups of devices begin that are alike in all that counts; ``apart``: each is its own.
@@ -79,40 +88,39 @@ class Rooms:
         self,
         sites: Sequence[Site],
         readings: Sequence[Reading],
-        kinds: Sequence[tuple[int, ...]],
-        sorts: Sequence[int],
+        forms: Sequence[Form],
         step_mib: int,
         *,
         apart: bool = False,
     ) -> None:
-        """``kinds``: of each site's devices by position; ``sorts``: of each site; ``step_mib``: the outlook's."""
+        """``step_mib``: the outlook's."""
         self._sites = sites
         self._readings = readings
-        self.kinds = sorted(set().union(*kinds)) or [0]
+        kinds = (
+            forms[0].present if len(forms) == 1 else tuple(sorted({kind for form in forms for kind in form.present}))
+        )
+        self.kinds = kinds
         """The kinds of device at these sites."""
-        several = len(self.kinds) > 1
         self.starts: list[list[int]] = []
         """Of each site, the places of its groups' first devices in the reading."""
         rooms, steps, counts, numbers = [], [], [], []
         self.most = 0
         """The most steps available on one device."""
-        lasting = False
-        for reading, of_site, sort in zip(readings, kinds, sorts, strict=True):
-            starts = reading.starts(of_site if several else None, apart=apart)
-            codes = [reading.codes[at] for at in starts]
-            room = [code >> 2 for code in codes]
+        for reading, form in zip(readings, forms, strict=True):
+            codes = reading.codes
+            starts = reading.starts(form.kinds if len(kinds) > 1 else None, apart=apart)
+            room = [codes[at] >> 2 for at in starts]
             free = room if step_mib == 1 else [each // step_mib for each in room]
-            if free and free[-1] > STEPS:
-                free = [min(each, STEPS) for each in free]
-            count = [after - at for at, after in zip(starts, [*starts[1:], len(reading.codes)], strict=False)]
+            if free and free[-1] > self.most:
+                if free[-1] > STEPS:
+                    free = [min(each, STEPS) for each in free]
+                self.most = free[-1]
+            count = [after - at for at, after in pairwise([*starts, len(codes)])]
             self.starts.append(starts)
             rooms.append(room)
             steps.append(free)
             counts.append(count)
-            numbers.append((sort, sum(map(mul, free, count)), reading.cpu // CPU_GRAIN * CPU_GRAIN))
-            if free and free[-1] > self.most:
-                self.most = free[-1]
-            lasting = lasting or any([code & 2 for code in codes])
+            numbers.append((form.sort, sum(map(mul, free, count)), reading.cpu // CPU_GRAIN * CPU_GRAIN))
         self._width = max([1, *map(len, rooms)])
         self.sort: Ints
         self.site_free: Ints
@@ -120,28 +128,41 @@ class Rooms:
         self.sort, self.site_free, self.cpu = np.array(numbers, dtype=np.int64).T
         """[S] each: sort of server; available steps of all open devices; free thousandths of a CPU, rounded down to
         `CPU_GRAIN`."""
-        self.room: Ints = self._wide(rooms, CLOSED)
-        """[S, G] MiB available on each device, rising; `CLOSED` behind the last group."""
-        self.free: Ints = self._wide(steps, 0)
-        """[S, G] steps available on each device."""
-        self.count: Ints = self._wide(counts, 0)
-        """[S, G] devices in the group."""
-        self.last: Bools | None = self._flags(2) if lasting else None
+        self.room: Ints
+        self.free: Ints
+        self.count: Ints
+        self.room, self.free, self.count = np.array(
+            [self._even(rooms, CLOSED), self._even(steps, 0), self._even(counts, 0)], dtype=np.int64
+        )
+        """[S, G] each: MiB available on each device, rising, `CLOSED` behind the last group; steps available on each;
+        devices in the group."""
+        self.last: Bools | None = self._flags(2) if any([reading.last for reading in readings]) else None
         """[S, G] whether the next task would take the device's last executor; None if nowhere."""
-        self.kind: Ints | int = self.kinds[0]
+        self.kind: Ints | int = kinds[0]
         """[S, G] the devices' kinds; a number if they are all of one."""
-        if several:
-            rows = zip(kinds, readings, self.starts, strict=True)
-            each = [[of_site[reading.order[at]] for at in row] for of_site, reading, row in rows]
-            self.kind = self._wide(each, self.kinds[0])
+        if len(kinds) > 1:
+            rows = zip(forms, readings, self.starts, strict=True)
+            each = [[form.kinds[reading.order[at]] for at in row] for form, reading, row in rows]
+            self.kind = self._wide(each, kinds[0])
+
+    def over_groups(self, values: Floats) -> Floats:
+        """Sum [C, G] over a site's devices."""
+        if len(self._readings) == 1:
+            summed: Floats = values @ self.count[0]
+        else:
+            summed = np.add.reduce(values * self.count, axis=1)
+        return summed
 
     def __len__(self) -> int:
         return len(self._readings)
 
-    def _wide(self, rows: Sequence[list[int]], rest: int) -> Ints:
-        """Rows of different lengths as an array, filled up with ``rest``."""
+    def _even(self, rows: Sequence[list[int]], rest: int) -> Sequence[list[int]]:
+        """Rows of different lengths filled up with ``rest``."""
         width = self._width
-        return np.array([row + [rest] * (width - len(row)) for row in rows], dtype=np.int64)
+        return [row if len(row) == width else row + [rest] * (width - len(row)) for row in rows]
+
+    def _wide(self, rows: Sequence[list[int]], rest: int) -> Ints:
+        return np.array(self._even(rows, rest), dtype=np.int64)
 
     def _flags(self, bit: int) -> Bools:
         rows = zip(self._readings, self.starts, strict=True)
@@ -217,10 +238,10 @@ class Classes:
     def fed(self, cpu: Ints) -> Fed:
         """The CPU side of placements at sites with so much free CPU; remembered for single sites."""
         if len(cpu) > 1:
-            return Fed.of(cpu, self.cpu, self._outlook)
+            return Fed.of(cpu, self, self._outlook)
         known = self._fed.get(int(cpu[0]))
         if known is None:
-            known = self._fed[int(cpu[0])] = Fed.of(cpu, self.cpu, self._outlook)
+            known = self._fed[int(cpu[0])] = Fed.of(cpu, self, self._outlook)
         return known
 
 
@@ -231,25 +252,27 @@ class Fed:
     left: Ints
     """[C] free CPU after the placement."""
     level: Ints
-    """[C, 1] its level in the outlook."""
+    """[C] its level in the outlook."""
     level_now: Ints
-    """[S, 1] the level before."""
+    """[S] the level before."""
+    row: Ints
+    """[C, 1] where the `Worth` tables begin for ``level``."""
+    row_now: Ints
+    """[S, 1] likewise for ``level_now``."""
     feeds: Floats
-    """[C, 1] GPU steps that the CPU left can feed at the mean ratio."""
+    """[C] GPU steps that the CPU left can feed at the mean ratio."""
     feeds_now: Floats
-    """[S, 1] the same before."""
+    """[S] the same before."""
+    enough: Floats
+    """[C] free steps of the site up to which none are stranded after the placement."""
 
     @classmethod
-    def of(cls, cpu: Ints, taken: Ints, outlook: Outlook) -> Fed:
-        """``cpu`` [S] is free, ``taken`` [K] goes."""
-        left, ratio = cpu - taken, outlook.cpu_per_step or 1.0
-        return cls(
-            left,
-            outlook.level(left)[:, None],
-            outlook.level(cpu)[:, None],
-            (left / ratio)[:, None],
-            (cpu / ratio)[:, None],
-        )
+    def of(cls, cpu: Ints, classes: Classes, outlook: Outlook) -> Fed:
+        """``cpu`` [S] is free."""
+        left, ratio = cpu - classes.cpu, outlook.cpu_per_step or 1.0
+        level, level_now = outlook.level(left), outlook.level(cpu)
+        rows = Worth.row(level)[:, None], Worth.row(level_now)[:, None]
+        return cls(left, level, level_now, *rows, left / ratio, cpu / ratio, left / ratio + classes.claimed)
 
 
 def occupancy(device: Device) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from brim.core.model import Demand, Device, Reason
 from brim.core.placement.cluster import Cluster, Site
-from brim.core.placement.fit import UP, capacity_mib, missing_mib, node_shortage, place_name, shortage
+from brim.core.placement.fit import UP, capacity_mib, milli, missing_mib, node_shortage, place_name, shortage
 from brim.core.placement.outlook import Bools, Ints
 
 NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "too_large", "model", "labels")
@@ -121,10 +121,14 @@ class Survey:
         self._taskset, self._model = (np.zeros(shape, dtype=np.int64) for _ in range(2))
         self._available, self._committed, self._reclaimable = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         self._capacity, self._drained, self._share = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        self._cpu, self._ram = (np.zeros(len(self._names), dtype=np.int64) for _ in range(2))
         self._numbers: dict[str, int] = {}
         self._changed.update(self._names)
 
     def _write(self, place: int, site: Site) -> None:
+        node = site.node
+        self._cpu[place] = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else _AMOUNT
+        self._ram[place] = node.ram_mib - node.ram_used_mib if node.ram_mib > 0 else _AMOUNT
         self._there[place] = False
         for position, device in enumerate(site.devices):
             at = place, position
@@ -171,14 +175,13 @@ class Survey:
         code = np.partition(code, limiting, axis=1)[:, limiting]
         code = np.where(enough, code, _RANK["too_large"] * _AMOUNT + demand.gpus - number)
         code = np.where(number > 0, code, _NEVER)
-        for place in np.flatnonzero(code < _NEVER).tolist() if self._host_matters(demand) else ():
-            host = node_shortage(self.cluster[self._names[place]].node, demand)
-            if host is not None and (host.code == "labels" or code[place] == 0):
-                code[place] = _RANK[host.code] * _AMOUNT
+        host = np.where(self._ram < demand.ram_mib, _RANK["ram"], 0)
+        host = np.where(self._cpu < milli(demand.cpus), _RANK["cpus"], host) * _AMOUNT
+        code = np.where(code == 0, host, code)
+        if demand.labels:
+            unlabelled = [not self.cluster[name].shape.labels.issuperset(demand.labels) for name in self._names]
+            code = np.where((number > 0) & np.array(unlabelled), _RANK["labels"] * _AMOUNT, code)
         return code
-
-    def _host_matters(self, demand: Demand) -> bool:
-        return bool(demand.labels or demand.cpus or demand.ram_mib)
 
 
 def miss(cluster: Cluster, site: Site, demand: Demand, task: str, *, memory: bool = True) -> Miss:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from brim.core.placement.outlook import Bools, Floats, Ints, Outlook, Usable
+from brim.core.placement.outlook import Bools, Floats, Ints, Outlook, Worth
 from brim.core.placement.rooms import Classes, Rooms
 
-NOWHERE = int(np.iinfo(np.int32).min)
-"""The score of a cell without any candidate."""
+NOWHERE = -1_000_000_000
+"""About the score of a cell without any candidate; no real score comes near it."""
+
+NONE = NOWHERE // 2
+"""Scores below are of cells without any candidate."""
 
 Scores = NDArray[np.int32]
 Number = TypeVar("Number", bound=np.generic)
+
+
+class Rated(NamedTuple):
+    """Scores of candidates [C, W], given as the sum of a part for each candidate and one for its cell [C]."""
+
+    candidates: Floats | float
+    cells: Floats | float = 0.0
+
+    def whole(self) -> Floats:
+        """[C, W], or of length 1 where nothing differs."""
+        cells = np.asarray(self.cells)
+        summed: Floats = np.asarray(self.candidates) + (cells[:, None] if cells.ndim else cells)
+        return summed
 
 
 class Trial:
@@ -40,7 +56,7 @@ class Trial:
         self.before: Ints = self.of_devices(rooms.free)
         """Free steps of each candidate's devices."""
         self.after = self._after()
-        """Free steps that a further task could use there."""
+        """Free steps that a further task could use there; below 0 where the class does not fit."""
         self.claimed = self._claimed()
         """Steps that the task holds, all devices together."""
         self.fed = classes.fed(rooms.cpu)
@@ -57,7 +73,7 @@ class Trial:
 
     def _after(self) -> Ints:
         classes, rooms = self.classes, self.rooms
-        left: Ints = np.maximum(self.before - self.of_cells(classes.steps), 0)
+        left: Ints = self.before - self.of_cells(classes.steps)
         if classes.whole is not None:
             left = np.where(self.of_cells(classes.whole), 0, left)
         if rooms.last is not None:
@@ -87,67 +103,73 @@ class Trial:
 
     # -- what changes ------------------------------------------------------------------------------------------
 
-    def fill_lost(self) -> Floats:
-        """Fall of the devices' expected fill (`Outlook.fill`)."""
-        fill = self.outlook.fill
-        return self.total(fill[self.before] - fill[self.after])
-
-    def stranded_saved(self) -> Floats:
-        """Fall of the free GPU memory that the server's free CPU cannot feed at the mean ratio."""
-        if not self.outlook.cpu_per_step:
-            return np.zeros((1, 1))
-        free = self.rooms.site_free[:, None]
-        before = np.maximum(free - self.fed.feeds_now, 0.0)
-        return before - np.maximum(free - self.fed.feeds - self.claimed, 0.0)
-
-    def usable_lost(self, usable: Usable) -> Floats:
-        """Fall of the site's usable memory."""
-        rooms = self.rooms
-        level = self.fed.level
-        now = np.add.reduce(usable.of(rooms.kind, self.fed.level_now, rooms.free) * rooms.count, axis=1)
-        each = usable.of(rooms.kind, level, rooms.free)
-        kept = np.add.reduce(each * rooms.count, axis=1)
+    def kept(self, worth: Worth) -> Rated:
+        """How much of a site's worth candidates keep: worth after − before, with what the task itself holds."""
+        rooms, fed, classes = self.rooms, self.fed, self.classes
+        each = worth.of(rooms.kind, fed.row, rooms.free)
         if self._places is None:
-            change = self.total(usable.of(rooms.kind, level, self.after) - each)
+            change = self.total(worth.of(rooms.kind, fed.row, self.after) - each)
         else:
             kind = rooms.kind if isinstance(rooms.kind, int) else self.of_devices(rooms.kind)
-            own = level[:, None]
-            change = self.total(usable.of(kind, own, self.after) - usable.of(kind, own, self.before))
-        lost: Floats = (now - kept)[:, None] - change
-        for need, weight in usable.several:
+            own = fed.row[:, None]
+            change = self.total(worth.of(kind, own, self.after) - worth.of(kind, own, self.before))
+        now = worth.of(rooms.kind, fed.row_now, rooms.free)
+        cells = rooms.over_groups(each) - rooms.over_groups(now)
+        claims = worth.claims if worth.price is None else worth.claims - worth.price[rooms.sort]
+        if classes.whole is None:
+            cells = cells + claims * classes.claimed
+        else:
+            change = change + np.asarray(claims)[..., None] * self.claimed
+        if worth.unstranded:
+            before = np.maximum(rooms.site_free - fed.feeds_now, 0.0)
+            if classes.whole is None:
+                after = np.maximum(rooms.site_free - fed.enough, 0.0)
+                cells = cells + worth.unstranded * (before - after)
+            else:
+                over = np.maximum((rooms.site_free - fed.feeds)[:, None] - self.claimed, 0.0)
+                change = change + worth.unstranded * (before[:, None] - over)
+        for need, weight in worth.several:
             if need <= rooms.most:
-                lost = lost + self._several_lost(need, weight, rooms.free)
-        return lost
+                change = change - self._several_lost(need, weight, rooms.free)
+        return Rated(change, cells)
 
     def _several_lost(self, need: int, weight: Floats, free: Ints) -> Floats:
-        """The part of `usable_lost` due to likely demands for several GPUs with this much on each."""
-        rooms, level, level_now = self.rooms, self.fed.level, self.fed.level_now
-        held = self.before >= need
-        drops = held & (self.after < need)
-        lost: Floats = np.zeros((1, 1))
+        """Fall of what is usable for likely demands for several GPUs with this much on each."""
+        rooms, fed = self.rooms, self.fed
+        lost = np.zeros((len(fed.left), self.fits.shape[1]))
         for kind in rooms.kinds:
-            here, of_kind = (free >= need) * rooms.count, None
+            here = (free >= need) * rooms.count
             if not isinstance(rooms.kind, int):
-                here, of_kind = here * (rooms.kind == kind), self.of_devices(rooms.kind == kind)
-            count = np.add.reduce(here, axis=1)[:, None]
-            room = np.add.reduce(here * free, axis=1)[:, None]
-            gone = drops.astype(np.float64)
-            taken = np.where(drops, self.before, held * (self.before - self.after))
-            if of_kind is not None:
-                gone, taken = gone * of_kind, taken * of_kind
-            gone = np.minimum(self.total(gone), count).astype(np.int64)
-            then = weight[kind, level, count - gone] * (room - self.total(taken))
-            lost = lost + (weight[kind, level_now, count] * room - then)
+                here = here * (rooms.kind == kind)
+            count, room, table = np.add.reduce(here, axis=1), np.add.reduce(here * free, axis=1), weight[kind]
+            same = table[fed.level, count] * room
+            lost += (table[fed.level_now, count] * room - same)[:, None]
+            if self._places is not None:
+                held = self.before >= need
+                if not isinstance(rooms.kind, int):
+                    held = held & (self.of_devices(rooms.kind) == kind)
+                drops = held & (self.after < need)
+                gone = np.add.reduce(drops, axis=2, dtype=np.int64)
+                left = room[:, None] - np.add.reduce(held * self.before - (held & ~drops) * self.after, axis=2)
+                lost += same[:, None] - table[fed.level[:, None], np.maximum(count[:, None] - gone, 0)] * left
+                continue
+            # Only candidates out of a group that has enough change what there is for several GPUs.
+            for group in np.flatnonzero(here.any(axis=0)).tolist():
+                before, after, has = self.before[:, group], self.after[:, group], here[:, group] > 0
+                stays = after >= need
+                gone = self.classes.gpus * (has & ~stays)
+                left = room - self.classes.gpus * has * (before - stays * after)
+                lost[:, group] += same - table[fed.level, np.maximum(count - gone, 0)] * left
         return lost
 
     # -- choosing ----------------------------------------------------------------------------------------------
 
-    def best(self, score: Floats | float) -> tuple[Scores, Ints]:
+    def best(self, rated: Rated) -> tuple[Scores, Ints]:
         """Each cell's highest score, rounded down, and its first candidate with it."""
-        ranked = np.where(self.fits, score, float(NOWHERE))
+        ranked = np.where(self.fits, rated.candidates, NOWHERE)
         first = ranked.argmax(axis=1)
         cells = self.classes.cells if len(self.rooms) == 1 else np.arange(len(ranked))
-        return np.floor(ranked[cells, first]).astype(np.int32), first
+        return np.floor(ranked[cells, first] + rated.cells).astype(np.int32), first
 
     def places(self, cell: int, candidate: int) -> list[int]:
         """The devices of one candidate, as places in the site's reading."""
