@@ -11,8 +11,9 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import redis
 import typer
@@ -43,6 +44,8 @@ profiles_app = typer.Typer(help="What the table declares, and what measured peak
 app.add_typer(profiles_app, name="profiles")
 console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
+FileFormat = Literal["brim", "openb"]
+MixKnowledge = Literal["target", "online"]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonLog = Annotated[bool, typer.Option("--json", help="Log JSON lines.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Log more.")]
@@ -410,6 +413,90 @@ def estimate_demand(
         return
     console.print(f"{task}: profile {found.profile}")
     console.print(f"{found}")
+
+
+@app.command()
+def simulate(
+    nodes: Annotated[Path, typer.Option(help="CSV file of worker servers.", show_default=False)],
+    tasks: Annotated[Path, typer.Option(help="CSV file of tasks.", show_default=False)],
+    form: Annotated[
+        FileFormat, typer.Option("--format", help="brim's own columns, or those of the published openb trace.")
+    ] = "brim",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Repeat it to compare. With --timed also `exclusive`, one task per GPU, and NAME-unpromised.",
+            show_default="packed; with --timed packed, packed-unpromised, spread and exclusive",
+        ),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Random orders.", show_default="10; timed 1")] = None,
+    load: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, help="Memory asked for ÷ capacity; timed: × run time.", show_default="1.3; timed 1.0"),
+    ] = None,
+    mix: Annotated[
+        MixKnowledge,
+        typer.Option(help="The mix of demands that policies expect: the file's; `online`: as well as learnt from it."),
+    ] = "target",
+    timed: Annotated[bool, typer.Option("--timed", help="With arrivals, run times and overflow.")] = False,
+    arrivals: Annotated[int, typer.Option(min=10, help="With --timed: tasks that arrive.")] = 24_000,
+    promises: Annotated[
+        int, typer.Option(min=-1, help="With --timed: tasks that hold a promise at a time; -1: by cluster size.")
+    ] = -1,
+    every: Annotated[int, typer.Option(min=1, help="Take every n-th server only.")] = 1,
+    add_nodes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What if: SERVERSxMODEL-GIB[xGPUS], 8 GPUs each by default, as in 4xA100-80.", show_default=False
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw into this .png or .svg file.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
+) -> None:
+    """Simulate placement on a cluster: how full it gets, or with --timed how long tasks wait.
+
+    Untimed, tasks arrive one at a time and never leave, and what fits nowhere is dropped. The deciding code is
+    placement's own. docs/simulate.md describes the files.
+    """
+    from brim_services import simulate as simulation
+    from brim_services.traces import TraceError, added_servers, read_jobs, read_servers
+
+    chosen = policy or list(simulation.TIMED if timed else ["packed"])
+    loads = load or [1.0 if timed else 1.3]
+    wrong = [problem for name in chosen if (problem := simulation.unknown_policy(name, timed=timed))]
+    if wrong:
+        raise Refusal(f"--policy: {wrong[0]}")
+    if len(loads) > 1 and not timed:
+        raise Refusal("--load: several need --timed")
+    if plot is not None and plot.suffix not in {".png", ".svg"}:
+        raise Refusal(f"--plot {plot}: the name of a file that ends in .png or .svg")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise Refusal("--plot needs matplotlib: pip install 'brim[plot]'")
+    try:
+        servers = read_servers(nodes, openb=form == "openb", every=every)
+        for wish in add_nodes or ():
+            servers += added_servers(wish, servers)
+        jobs = read_jobs(tasks, openb=form == "openb")
+    except TraceError as error:
+        raise Refusal(str(error)) from error
+    setup = simulation.Setup(tuple(servers), tuple(jobs), None if promises < 0 else promises, arrivals)
+    beside = Console(stderr=True, highlight=False)
+    found: dict[str, Any]
+    if timed:
+        found = simulation.waits(setup, chosen, seeds or 1, loads, beside)
+        console.print(simulation.wait_table(found))
+    else:
+        found = simulation.fills(setup, chosen, seeds or 10, loads[0], online=mix == "online", console=beside)
+        console.print(simulation.fill_table(found))
+    if plot is not None:
+        from brim_services.charts import draw
+
+        draw(found, plot, timed=timed)
+        console.print(f"drawn: {plot}")
+    if as_json:
+        if not timed:
+            found = {name: simulation.shown(report) for name, report in found.items()}
+        _print_json(simulation.plain(found if timed or len(found) > 1 else found[chosen[0]]))
 
 
 @profiles_app.callback(invoke_without_command=True)
