@@ -45,10 +45,20 @@ def heap_mib(browser: webdriver.Chrome) -> float:
     return next(m["value"] for m in metrics if m["name"] == "JSHeapUsedSize") / 2**20
 
 
+def renderers() -> list[psutil.Process]:
+    """The pages' processes; the worker that reads the events lives in them, too."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "--type=renderer" in child.cmdline()]
+
+
 def renderer_cpu_s() -> float:
     """CPU time of the pages' processes so far: what the page costs, whatever else the machine does."""
-    children = psutil.Process().children(recursive=True)
-    return sum(sum(c.cpu_times()[:2]) for c in children if "--type=renderer" in c.cmdline())
+    return sum(sum(process.cpu_times()[:2]) for process in renderers())
+
+
+def renderer_mib() -> float:
+    """Memory of the pages' processes that no other shares."""
+    return sum(process.memory_full_info().uss for process in renderers()) / 2**20
 
 
 def measure(url: str, seconds: float, profile: str) -> dict[str, Any]:
@@ -65,7 +75,7 @@ def measure(url: str, seconds: float, profile: str) -> dict[str, Any]:
                 break
             time.sleep(0.2)
         time.sleep(5)
-        heap_before = heap_mib(browser)
+        heap_before, memory_before = heap_mib(browser), renderer_mib()
         browser.execute_script(TRACE)
         cpu_before_s = renderer_cpu_s()
         began_s = time.monotonic()
@@ -75,7 +85,7 @@ def measure(url: str, seconds: float, profile: str) -> dict[str, Any]:
         trace = browser.execute_script("return trace")
         cpu_s = renderer_cpu_s() - cpu_before_s
         took_s = time.monotonic() - began_s
-        heap_after = heap_mib(browser)
+        heap_after, memory_after = heap_mib(browser), renderer_mib()
         gpus = browser.execute_script("return document.querySelectorAll('.gpu').length")
     frames = sorted(trace["frames"])
     return {
@@ -90,6 +100,8 @@ def measure(url: str, seconds: float, profile: str) -> dict[str, Any]:
         "long_tasks_percent": round(sum(trace["long"]) / took_s / 10, 2),
         "heap_before_mib": round(heap_before, 1),
         "heap_after_mib": round(heap_after, 1),
+        "renderer_before_mib": round(memory_before, 1),
+        "renderer_after_mib": round(memory_after, 1),
     }
 
 

@@ -32,8 +32,8 @@ OPEN = frozenset({"/healthz", "/readyz"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 SECURITY_HEADERS = {
-    b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    b"connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    b"content-security-policy": b"default-src 'none'; script-src 'self'; worker-src 'self'; style-src 'self'; "
+    b"img-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
     b"cross-origin-opener-policy": b"same-origin",

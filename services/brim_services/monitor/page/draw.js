@@ -78,13 +78,13 @@ export function parts(gpu) {
 
 // One GPU: a button with its bar, its figures, and where there is room its tasks by name.
 export class GpuRow {
-  constructor(open) {
+  constructor(open, index) {
     this.bar = svg("svg", { viewBox: `0 0 ${WIDTH} 14`, preserveAspectRatio: "none", "aria-hidden": "true" });
-    this.label = make("span");
     this.figures = make("span", { class: "n" });
     this.chips = null;
-    this.element = make("button", { class: "gpu", type: "button", on: () => open(this.gpu) }, this.label, this.bar, this.figures);
-    this.gpu = null;
+    this.element = make("button", { class: "gpu", type: "button", on: () => this.gpu && open(this.gpu) }, make("span", {}, String(index)), this.bar, this.figures);
+    this.index = index;
+    this.gpu = null; // its figures, once they are known
     this.shown = null;
   }
 
@@ -92,7 +92,6 @@ export class GpuRow {
     const gpu = this.gpu;
     if (this.shown !== gpu) {
       this.shown = gpu;
-      text(this.label, String(gpu.index));
       const used = gpu.external_mib + gpu.counted_mib;
       text(this.figures, gpu.state === "up" ? `${(used / 1024).toFixed(1)} / ${gib(gpu.total_mib)}` : gpu.state);
       this.element.classList.toggle("off", gpu.state !== "up");

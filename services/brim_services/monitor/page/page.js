@@ -1,11 +1,11 @@
 // The monitor page: what the events say, drawn where it can be seen, at most once a frame.
 
-import { Problem, ask, follow } from "./stream.js";
+import { Problem, ask, useToken } from "./stream.js";
 import { GpuRow, gib, make, span, sparkline, text } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const ROOMY = 32; // up to so many GPUs there is room for the names of their tasks
-const ROWS_A_FRAME = 80;
+const DRAW_MS = 6; // of each frame at most, for bars
 const TERMINAL = ["succeeded", "failed", "cancelled", "expired", "dead"];
 const STATES = ["scheduled", "waiting", "placed", "claimed", "running", "finishing", "handed_over", ...TERMINAL];
 
@@ -16,6 +16,9 @@ let counts = {};
 let now_s = 0;
 let heard_at = 0;
 let roomy = true;
+
+// The events are read beside this thread, which hears of the GPUs that can be seen only.
+const events = new Worker("events.js", { type: "module" });
 
 // -- nodes and GPUs -------------------------------------------------------------------------------------------
 
@@ -42,26 +45,22 @@ class Tile {
 
 const tiles = new WeakMap();
 const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    const tile = tiles.get(entry.target);
-    tile.visible = entry.isIntersecting;
-    if (tile.visible) for (const row of tile.rows.values()) redraw(row);
-  }
+  for (const entry of entries) tiles.get(entry.target).visible = entry.isIntersecting;
+  events.postMessage({ nodes: [...nodes].filter(([, tile]) => tile.visible).map(([name]) => name) });
 }, { rootMargin: "200px" });
 
 function redraw(row) {
-  if (!row.tile.visible) return; // it is drawn when it scrolls into view
   stale.add(row);
   frame ||= requestAnimationFrame(drawFrame);
 }
 
 function drawFrame() {
   frame = 0;
-  let drawn = 0;
+  const until = performance.now() + DRAW_MS;
   for (const row of stale) {
-    if (drawn++ === ROWS_A_FRAME) break;
     stale.delete(row);
     row.draw(roomy, now_s);
+    if (performance.now() > until) break;
   }
   if (stale.size) frame = requestAnimationFrame(drawFrame);
 }
@@ -77,16 +76,17 @@ function tileOf(name) {
   return tile;
 }
 
+function addGpu({ uuid, node, index }) {
+  const row = new GpuRow(showDevice, index);
+  row.tile = tileOf(node);
+  const after = [...row.tile.rows.values()].filter((other) => other.index > index).sort((a, b) => a.index - b.index)[0];
+  row.tile.element.insertBefore(row.element, after ? after.element : null);
+  row.tile.rows.set(uuid, row);
+  gpus.set(uuid, row);
+}
+
 function takeGpu(gpu) {
-  let row = gpus.get(gpu.uuid);
-  if (!row) {
-    row = new GpuRow(showDevice);
-    row.tile = tileOf(gpu.node);
-    row.tile.rows.set(gpu.uuid, row);
-    const next = [...row.tile.rows.values()].filter((other) => other.gpu && other.gpu.index > gpu.index);
-    row.tile.element.insertBefore(row.element, next.length ? next[0].element : null);
-    gpus.set(gpu.uuid, row);
-  }
+  const row = gpus.get(gpu.uuid);
   row.gpu = gpu;
   redraw(row);
 }
@@ -121,8 +121,7 @@ function hear(event) {
     $("main").classList.remove("loading");
   }
   if (event.full) {
-    const here = { gpus: new Set(event.gpus.map((g) => g.uuid)), nodes: new Set(event.nodes.map((n) => n.name)), lanes: new Set(event.lanes.map((l) => l.lane)) };
-    event.gpus_gone = [...gpus.keys()].filter((uuid) => !here.gpus.has(uuid));
+    const here = { nodes: new Set(event.nodes.map((n) => n.name)), lanes: new Set(event.lanes.map((l) => l.lane)) };
     event.nodes_gone = [...nodes.keys()].filter((name) => !here.nodes.has(name));
     event.lanes_gone = [...lanes.keys()].filter((lane) => !here.lanes.has(lane));
   }
@@ -130,12 +129,13 @@ function hear(event) {
   event.nodes_gone.forEach(dropNode);
   event.lanes_gone.forEach((lane) => lanes.delete(lane));
   event.nodes.forEach((node) => tileOf(node.name).tell(node));
+  event.places.forEach(addGpu);
   event.gpus.forEach(takeGpu);
   event.lanes.forEach((lane) => lanes.set(lane.lane, lane));
 
   roomy = gpus.size <= ROOMY;
   $("nodes").classList.toggle("roomy", roomy);
-  if (roomy) gpus.forEach(redraw); // ages
+  if (roomy) gpus.forEach((row) => row.gpu && redraw(row)); // ages
   $("gpus-empty").hidden = gpus.size > 0;
   drawLanes();
   drawFigures(event);
@@ -153,11 +153,7 @@ function drawFigures(event) {
   text($("waiting"), count("waiting").toLocaleString());
   const later = [count("scheduled") && `${count("scheduled")} scheduled`, event.intake_backlog && `${event.intake_backlog} at intake`];
   text($("waiting-more"), later.filter(Boolean).join(", ") || "in overflow");
-  let used = 0, total = 0;
-  for (const { gpu } of gpus.values()) {
-    used += gpu.external_mib + gpu.counted_mib;
-    total += gpu.total_mib;
-  }
+  const { used_mib: used, total_mib: total } = event.memory;
   text($("memory"), total ? `${Math.round((100 * used) / total)} %` : "–");
   text($("memory-more"), `${gib(used)} of ${gib(total)} on ${gpus.size} GPUs`);
 
@@ -256,7 +252,7 @@ const loadTasks = atMostOnceASecond(async () => {
     task.name,
     ["", link(task.id)],
     ["n", task.vram_mib ? gib(task.vram_mib) : "?"],
-    task.node ? `${task.node}${task.devices.map((uuid) => `.${gpus.get(uuid)?.gpu.index ?? "?"}`).join("")}` : "",
+    task.node ? `${task.node}${task.devices.map((uuid) => `.${gpus.get(uuid)?.index ?? "?"}`).join("")}` : "",
     ["n", task.placed_s ? span(Math.max(0, task.placed_s - task.admitted_s)) : ""],
     ["n", task.started_s ? span(Math.max(0, (task.finished_s || task.ended_s || now_s) - task.started_s)) : ""],
     ["reason", task.reason?.message || ""],
@@ -327,7 +323,7 @@ async function showStory(id) {
         position: task.position === null ? null : `${task.position} before it in its lane`,
         memory: `${gib(task.vram_mib)} reserved${task.peak_mib === null ? "" : `, ${gib(task.peak_mib)} at its peak`}`,
         priority: task.priority,
-        GPU: task.devices.map((uuid) => (gpus.get(uuid) ? `${task.node}.${gpus.get(uuid).gpu.index} (${uuid})` : uuid)).join(", "),
+        GPU: task.devices.map((uuid) => (gpus.get(uuid) ? `${task.node}.${gpus.get(uuid).index} (${uuid})` : uuid)).join(", "),
         attempts: task.losses ? `${task.attempts}, ${task.losses} lost` : task.attempts,
         result: TERMINAL.includes(task.state) ? outcome : null,
       }),
@@ -380,17 +376,16 @@ function toast(message) {
   fading = setTimeout(() => { $("toast").hidden = true; }, 5000);
 }
 
-function unlock(problem) {
+function askForToken() {
   if (sessionStorage.getItem("token")) text($("login-error"), "That token is not known here.");
   if (!$("login").open) $("login").showModal();
-  return new Promise((resolve) => {
-    $("login-form").addEventListener("submit", (event) => {
-      event.preventDefault();
-      sessionStorage.setItem("token", $("token").value.trim());
-      $("login").close();
-      resolve();
-    }, { once: true });
-  });
+}
+
+// The token is kept until the tab is closed.
+function passToken() {
+  const token = sessionStorage.getItem("token") ?? "";
+  useToken(token);
+  events.postMessage({ token });
 }
 
 // -- settings of the page, and the start ----------------------------------------------------------------------
@@ -416,13 +411,19 @@ $("filter").addEventListener("submit", (event) => event.preventDefault());
 $("more").addEventListener("click", () => { shown += 100; loadTasks.soon(); });
 $("story").addEventListener("close", () => { open = null; });
 $("login").addEventListener("cancel", (event) => event.preventDefault());
+$("login-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("token", $("token").value.trim());
+  $("login").close();
+  passToken();
+});
 $("story-cancel").addEventListener("click", () => act(`/v1/tasks/${encodeURIComponent(open)}`, "DELETE", "Cancelled"));
 $("story-retry").addEventListener("click", () => act(`/v1/tasks/${encodeURIComponent(open)}/retry`, "POST", "It is tried again"));
 document.addEventListener("visibilitychange", () => { if (!document.hidden) loadTasks.soon(); });
 setInterval(() => { if (open && $("story").open && !document.hidden) showStory(open); }, 2000);
 
 let broken = 0;
-follow(hear, (on) => {
+function linked(on) {
   text($("link"), on ? "live" : "not connected");
   $("link").className = on ? "pill quiet" : "pill bad";
   if (on) {
@@ -433,4 +434,12 @@ follow(hear, (on) => {
     const since = heard_at ? ` These are the figures of ${new Date(broken).toLocaleTimeString(undefined, { hour12: false })}.` : "";
     banner(`The monitor does not answer; trying again.${since}`);
   }
-}, unlock);
+}
+
+events.onmessage = ({ data }) => {
+  if (data.change) hear(data.change);
+  else if (data.gpus) data.gpus.forEach(takeGpu);
+  else if (data.locked) askForToken();
+  else linked(data.on);
+};
+passToken();

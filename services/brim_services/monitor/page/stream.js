@@ -10,10 +10,9 @@ export class Problem extends Error {
   }
 }
 
-function headers() {
-  const token = sessionStorage.getItem("token");
-  return token ? { Authorization: `Bearer ${token}` } : {};
-}
+let token = "";
+export const useToken = (value) => { token = value; };
+const headers = () => (token ? { Authorization: `Bearer ${token}` } : {});
 
 async function refused(answer) {
   const document = await answer.json().catch(() => ({}));
@@ -27,7 +26,7 @@ export async function ask(path, method = "GET") {
 }
 
 // Calls `heard(data)` for every event, `linked(true | false)` as the connection comes and goes, and
-// `locked(problem)` when a token is needed; resolves it to go on.
+// `locked()` when a token is needed; it goes on when that resolves.
 export async function follow(heard, linked, locked) {
   let last = "";
   for (let failures = 0; ;) {
@@ -38,7 +37,7 @@ export async function follow(heard, linked, locked) {
       const answer = await fetch("/v1/events", { headers: { ...headers(), ...extra }, signal: silence.signal });
       if (answer.status === 401) {
         clearTimeout(timer);
-        await locked(await refused(answer));
+        await locked();
         continue;
       }
       if (!answer.ok) throw await refused(answer);
