@@ -333,7 +333,9 @@ def test_an_estimate_shows_its_parts(api: httpx.Client, cluster: FakeCluster) ->
 def test_cancelling(api: httpx.Client, cluster: FakeCluster) -> None:
     waits, runs = cluster.admit(), cluster.run("GPU-000-0")
 
-    assert api.delete(f"/v1/tasks/{waits}").json()["status"] == "cancelled"
+    cancelled = api.delete(f"/v1/tasks/{waits}")
+    assert (cancelled.status_code, cancelled.json()["status"]) == (303, "cancelled")
+    assert api.get(cancelled.headers["location"]).json()["state"] == "cancelled"
     assert api.delete(f"/v1/tasks/{runs}").json()["status"] == "cancelling"
     again, unknown = api.delete(f"/v1/tasks/{waits}"), api.delete("/v1/tasks/nobody")
     assert (again.status_code, problem(again)["code"]) == (409, "ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import quote
 
 from celery import Celery
 from fastapi import APIRouter, Header, Path, Query, Response, Security, status
@@ -54,6 +55,7 @@ EVENT = {
     },
     "required": ["id", "event", "data"],
 }
+SEE = {"description": "the task, with how it ended", "schema": {"type": "string", "format": "uri-reference"}}
 TaskId = Annotated[str, Path(description="the Celery task id", min_length=1, max_length=255)]
 
 
@@ -194,10 +196,19 @@ def router(operations: Operations) -> APIRouter:
         """Everything about one task, its result or error included once it has ended."""
         return operations.task(task_id)
 
-    @api.delete("/tasks/{task_id}", tags=["tasks"], summary="Cancel a task", responses=documented(404, 409))
-    def cancel_task(task_id: TaskId) -> Cancelled:
-        """Wherever it is; a running one is terminated by its worker."""
-        return operations.cancel(task_id)
+    @api.delete(
+        "/tasks/{task_id}",
+        status_code=status.HTTP_303_SEE_OTHER,
+        tags=["tasks"],
+        summary="Cancel a task",
+        responses=documented(404, 409) | {303: {"headers": {"Location": SEE}}},
+    )
+    def cancel_task(task_id: TaskId, answer: Response) -> Cancelled:
+        """Wherever it is; a running one is terminated by its worker. The task is not gone then, so this is no 2xx:
+        `Location` is where its story stays to be read."""
+        cancelled = operations.cancel(task_id)
+        answer.headers["Location"] = f"/v1/tasks/{quote(task_id, safe='')}"
+        return cancelled
 
     @api.post(
         "/tasks/{task_id}/retry",
