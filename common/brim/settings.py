@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -28,6 +28,9 @@ from pydantic_settings import (
 
 DEFAULT_FILE = Path("configs/brim.toml")
 """Read if it exists and ``BRIM_CONFIG`` names no other file."""
+
+MIN_KEY = 32
+"""A signing key has at least so many characters."""
 
 REDIS_SCHEMES = ("redis", "rediss", "unix", "sentinel")
 
@@ -225,6 +228,34 @@ class Monitor(Section):
     burst: int = Field(200, gt=0, description="requests that one client may send at once")
 
 
+class Flower(Section):
+    """The Flower that `brim up` and `brim demo` start."""
+
+    basic_auth: SecretStr = Field(
+        SecretStr(""), description="user:password that it asks for, several with commas; empty: open, without its API"
+    )
+
+
+class Security(Section):
+    """What tells brim's own messages from others'."""
+
+    header_key: SecretStr = Field(
+        SecretStr(""), description="intake and placement sign by it, workers refuse what is not signed; empty: off"
+    )
+
+    @field_validator("header_key")
+    @classmethod
+    def _not_to_be_guessed(cls, key: SecretStr) -> SecretStr:
+        if 0 < len(key) < MIN_KEY:
+            raise ValueError(f"must have at least {MIN_KEY} characters, such as those of `openssl rand -hex 32`")
+        return key
+
+    @property
+    def key(self) -> bytes:
+        """As the functions that sign and verify take it."""
+        return self.header_key.get_secret_value().encode()
+
+
 class Metrics(Section):
     """Where services show Prometheus their metrics, under /metrics; the monitor shows its own on its own port."""
 
@@ -254,6 +285,8 @@ class Settings(BaseSettings):
     agent: Agent = Agent()
     executor: Executor = Executor()
     monitor: Monitor = Monitor()
+    flower: Flower = Flower()
+    security: Security = Security()
     metrics: Metrics = Metrics()
     health: Health = Health()
 
@@ -310,6 +343,8 @@ class Settings(BaseSettings):
                     text = str(value.absolute())
                 elif isinstance(value, str):
                     text = value
+                elif isinstance(value, SecretStr):
+                    text = value.get_secret_value()
                 else:
                     text = json.dumps(plain[name])
                 variables[f"BRIM_{section_name}__{name}".upper()] = text

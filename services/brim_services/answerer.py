@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from tenacity import RetryCallState, RetryError, Retrying, stop_when_event_set, wait_exponential_jitter
 from tenacity.nap import sleep_using_event
 
 from brim.celery.answers import Answers, answering_app
-from brim.core.model import AttemptView, Reason
+from brim.core.model import AttemptView, Reason, State
 from brim.settings import Settings
 from brim.store import FencedError, Store
 
@@ -25,11 +26,14 @@ LOOK_S = 0.1
 class Answerer:
     """A thread beside the active placement, and the only one that talks to the result backend.
 
-    A backend that is away delays answers and nothing else.
+    A backend that is away delays answers and nothing else. ``told`` hears of each answer that was written.
     """
 
-    def __init__(self, settings: Settings, stop: threading.Event) -> None:
+    def __init__(
+        self, settings: Settings, stop: threading.Event, told: Callable[[str, State, Reason], None] = lambda *_: None
+    ) -> None:
         self.stop = stop
+        self._told = told
         self.active = threading.Event()
         self._store = Store.of(settings)
         self._answers = Answers(settings)
@@ -70,6 +74,7 @@ class Answerer:
                 failure = error
             else:
                 self._store.answered(answer)
+                self._told(answer.task_id, answer.state, answer.reason)
         lost = list(self._lost)
         for name in lost:
             self._settle(name)

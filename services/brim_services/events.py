@@ -1,7 +1,8 @@
 """What Flower, and whoever listens to Celery's events, sees of brim's own services.
 
-A service is a row among the workers, by the heartbeats that Celery's workers send; and a task that was placed is told
-of anew as sent to its GPU's queue, so that its page names the queue that it waits in.
+A service is a row among the workers, by the heartbeats that Celery's workers send. A task that was placed is told of
+anew as sent to its GPU's queue, so that its page names the queue that it waits in; one that brim itself has answered
+is told of as revoked or failed, since no worker ever will.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import platform
 import socket
 import threading
 from collections import deque
+from typing import Any
 
 import brim
-from brim.celery.answers import answering_app
+from brim.celery.answers import REVOKED, answering_app
+from brim.core.model import Reason, State
 from brim.settings import Settings
 
 log = logging.getLogger("brim")
 
 HEARTBEAT_S = 2.0
 FLUSH_S = 0.5
-MOST_WAITING = 10_000
-"""Placed tasks that are not told of yet; beyond it the oldest are forgotten: events promise nothing."""
+MOST_DUE = 10_000
+"""Tasks that are not told of yet; beyond it the oldest are forgotten: events promise nothing."""
 
 
 class Events:
@@ -32,11 +35,20 @@ class Events:
         self._app = answering_app(settings)
         self._hostname = f"{service}@{settings.agent.node or socket.gethostname()}"
         self._stop = stop
-        self._placed: deque[tuple[str, str, str]] = deque(maxlen=MOST_WAITING)
+        self._due: deque[dict[str, Any]] = deque(maxlen=MOST_DUE)
 
-    def placed(self, task_id: str, task: str, queue: str) -> None:
-        """A task waits in a GPU's queue from now on."""
-        self._placed.append((task_id, task, queue))
+    def placed(self, task_id: str, task: str, queue: str, at_s: float) -> None:
+        """A task waits in a GPU's queue since ``at_s`` (seconds since 1970), which is before a worker receives it."""
+        told = {"uuid": task_id, "name": task, "queue": queue, "routing_key": queue, "exchange": ""}
+        self._due.append({"type": "task-sent", "timestamp": at_s, **told})
+
+    def answered(self, task_id: str, state: State, reason: Reason) -> None:
+        """brim has written a task's last answer: it is cancelled, expired or dead."""
+        if state in REVOKED:
+            told = {"type": "task-revoked", "terminated": False, "signum": None, "expired": state is State.EXPIRED}
+        else:
+            told = {"type": "task-failed", "exception": str(reason), "traceback": ""}
+        self._due.append({"uuid": task_id, **told})
 
     def run(self) -> None:
         """Tell of it until ``stop``, through outages of the broker."""
@@ -64,9 +76,8 @@ class Events:
             rounds = 0
             while not self._stop.wait(FLUSH_S):
                 rounds += 1
-                while self._placed:
-                    task_id, task, queue = self._placed.popleft()
-                    dispatcher.send("task-sent", uuid=task_id, name=task, queue=queue, routing_key=queue, exchange="")
+                while self._due:
+                    dispatcher.send(**self._due.popleft())
                 dispatcher.flush()
                 if rounds * FLUSH_S % HEARTBEAT_S == 0:
                     dispatcher.send("worker-heartbeat", loadavg=os.getloadavg(), **facts)

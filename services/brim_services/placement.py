@@ -129,8 +129,8 @@ class PlacementService:
         broker = settings.broker
         layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
         self._intake_lists = layout.lists()
-        self.told: Callable[[str, str, str], None] = lambda task_id, task, queue: None
-        """Hears of every committed placement: task id, task, queue."""
+        self.told: Callable[[str, str, str, float], None] = lambda *_: None
+        """Hears of every committed placement: task id, task, queue, and when."""
         self.epoch = 0
         self.mirror = Mirror()
         self.promises: dict[str, Promise] = {}
@@ -271,9 +271,8 @@ class PlacementService:
                     waiting = next(Waiting(*task) for task in window.waiting if task[0] == placement.task_id)
                     self._behind[commit.attempt] = placement, Lane(window.lane, window.task, window.demand, [waiting])
                 self.mirror.placed(placement)
-                self.told(
-                    placement.task_id, window.task, commit.queue.removeprefix(self.settings.broker.global_keyprefix)
-                )
+                queue = commit.queue.removeprefix(self.settings.broker.global_keyprefix)
+                self.told(placement.task_id, window.task, queue, now_s)
             elif answer.status == "stale":
                 self.mirror.drop(placement.lane, placement.task_id)
             else:
@@ -448,9 +447,9 @@ def run(settings: Settings, *, ignore_memory: bool = False) -> None:
     stop = stop_on_signals()
     planner = make_planner(settings, ignore_memory=ignore_memory)
     store = open_store(settings, stop)
-    answerer = Answerer(settings, stop)
-    service = PlacementService(store, settings, planner, answerer)
     events = Events("placement", settings, stop)
+    answerer = Answerer(settings, stop, events.answered)
+    service = PlacementService(store, settings, planner, answerer)
     service.told = events.placed
     metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.placement_port)
     for beside in (answerer, events, Learning(settings, stop, lambda: service.epoch)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -127,6 +127,7 @@ class Stack:
         brim = [sys.executable, "-m", "brim_services.cli"]
         celery = [sys.executable, "-m", "celery", "-A", "vision"]
         drain_s = self.settings.agent.drain_grace_s
+        auth = self.settings.flower.basic_auth.get_secret_value()
         monitor = [self._command("monitor", [*brim, "monitor"], STAGE_BRIM)] if self.ports.monitor else []
         return [
             *monitor,
@@ -142,11 +143,15 @@ class Stack:
                 "flower",
                 [*celery, "flower", f"--address={embedded.HOST}", f"--port={self.ports.flower}"],
                 STAGE_WORKERS,
+                more={"FLOWER_BASIC_AUTH": auth} if auth else {},  # an empty one would let nobody in
             ),
         ]
 
-    def _command(self, name: str, argv: list[str], stage: int, grace_s: float = 10.0) -> Command:
-        return Command(name, argv, environment=self.environment, restart=self.restart, grace_s=grace_s, stage=stage)
+    def _command(
+        self, name: str, argv: list[str], stage: int, grace_s: float = 10.0, more: Mapping[str, str] | None = None
+    ) -> Command:
+        environment = {**self.environment, **(more or {})}
+        return Command(name, argv, environment=environment, restart=self.restart, grace_s=grace_s, stage=stage)
 
     def _devices_up(self) -> bool:
         return any(device.state == "up" for device in self.store.devices())

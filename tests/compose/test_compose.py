@@ -43,7 +43,7 @@ class Project:
             "BRIM_TAG": "test",
             "BRIM_DEVICES": "sim:1x24GiB",
             "REDIS_PASSWORD": PASSWORD,
-            "FLOWER_AUTH": FLOWER_AUTH,
+            "FLOWER_BASIC_AUTH": FLOWER_AUTH,
             "REDIS_PORT": str(self.redis_port),
             "FLOWER_PORT": str(self.flower_port),
             "MONITOR_PORT": str(self.monitor_port),

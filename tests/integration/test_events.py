@@ -8,6 +8,7 @@ from functools import partial
 import redis
 from celery import Celery
 
+from brim.core.model import Reason, State
 from brim.settings import Settings
 from brim_services.events import Events
 from support.celery_app import configure
@@ -34,13 +35,19 @@ def test_a_service_is_a_row_and_a_placed_task_names_its_gpus_queue(valkey_url: s
     )
     stop = threading.Event()
     events = Events("placement", settings, stop)
-    events.placed(task_id, "vision.segment", "gpu.n1.0")
+    sent_s = state.tasks[task_id].sent
+    events.placed(task_id, "vision.segment", "gpu.n1.0", sent_s + 0.001)
+    events.answered("c-1", State.CANCELLED, Reason("cancelled", "cancelled by its owner"))
+    events.answered("d-1", State.DEAD, Reason("no_profile", "no profile"))
     thread = threading.Thread(target=events.run)
     thread.start()
 
     # then it is a row, and the task's page names the queue of the GPU; its state is still "sent"
     wait_until(lambda: state.tasks[task_id].routing_key == "gpu.n1.0", what="the queue is told")
-    assert state.tasks[task_id].state == "PENDING"
+    assert (state.tasks[task_id].state, state.tasks[task_id].sent) == ("PENDING", sent_s + 0.001)
+    wait_until(lambda: "d-1" in state.tasks, what="brim's own answers are told")
+    assert state.tasks["c-1"].state == "REVOKED"
+    assert (state.tasks["d-1"].state, state.tasks["d-1"].exception) == ("FAILURE", "no profile [no_profile]")
     assert state.workers["placement@n1"].alive
     assert state.workers["placement@n1"].sw_ident == "brim"
     stop.set()

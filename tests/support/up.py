@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import psutil
 
+FLOWER_AUTH = "ann:let-me-in"
+
 
 @dataclass
 class Stack:

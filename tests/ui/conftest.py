@@ -15,7 +15,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from support.up import Stack
+from support.up import FLOWER_AUTH, Stack
 
 ROOT = Path(__file__).parents[2]
 QUIET = (
@@ -40,6 +40,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "PYTHONPATH": os.pathsep.join(path),
         "BRIM_DEVICES": "sim:2x24GiB",
         "BRIM_AGENT__EXECUTORS_PER_GPU": "2",
+        "BRIM_FLOWER__BASIC_AUTH": FLOWER_AUTH,
+        "BRIM_SECURITY__HEADER_KEY": "signed, so that all of it is seen to work with signed messages",
     }
     argv = [sys.executable, "-m", "brim_services.cli", "up", "--folder", str(folder), "--json"]
     argv += [part for name in ("redis", "flower", "monitor") for part in (f"--{name}-port", "0")]

@@ -85,6 +85,7 @@ def test_a_child_process_gets_the_same_settings(tmp_path: Path, monkeypatch: pyt
         resources={"table": tmp_path / "table.yaml"},
         agent={"labels": {"zone": "a"}, "headroom_mib": 1, "log_folder": tmp_path},
         results={"app_options": {"result_expires": 60}},
+        security={"header_key": "k" * 32},
     )
     for name, value in settings.environment().items():
         monkeypatch.setenv(name, value)
@@ -176,3 +177,16 @@ def test_errors_in_the_policy_name_the_file_and_the_field(tmp_path: Path, text: 
 
 def test_an_empty_policy_file_means_the_defaults(tmp_path: Path) -> None:
     assert PolicyChoice.load(written(tmp_path, "", "placement.yaml")) == PolicyChoice()
+
+
+def test_secrets_are_shown_to_nobody_but_those_who_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(security={"header_key": "s3cret" * 6}, flower={"basic_auth": "ann:s3cret"})
+
+    assert "s3cret" not in repr(settings) + settings.model_dump_json()
+    assert settings.security.key == b"s3cret" * 6
+    assert settings.environment()["BRIM_FLOWER__BASIC_AUTH"] == "ann:s3cret"
+
+    monkeypatch.setenv("BRIM_SECURITY__HEADER_KEY", "s3cret")
+    with pytest.raises(ConfigurationError, match="at least 32 characters") as refused:
+        Settings.load()
+    assert "s3cret" not in str(refused.value)

@@ -19,7 +19,8 @@ from .envelope import request_context
 from .errors import TaskRejected
 from .install import install
 
-_REVOKED = frozenset({State.CANCELLED, State.EXPIRED})
+REVOKED = frozenset({State.CANCELLED, State.EXPIRED})
+"""These are answered as Celery answers for a revoked task; the others as for a failed one."""
 
 
 def answering_app(settings: Settings) -> Celery:
@@ -57,7 +58,7 @@ class Answers:
         Raises what the result backend or the broker raise when they are away.
         """
         request = request_context(head, tail) if head else None
-        revoked = state in _REVOKED
+        revoked = state in REVOKED
         self._app.backend.mark_as_failure(
             task_id,
             TaskRevokedError(str(reason)) if revoked else TaskRejected(reason.code, reason.message),
