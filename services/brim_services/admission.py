@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from brim.celery.envelope import Envelope, MalformedMessage, parse, split
+from brim.celery.envelope import Envelope, MalformedMessage, Prepared, parse, split
 from brim.core.attributes import BrimHeader, EstimateError, TaskSignature
 from brim.core.model import Demand, Device, Identity, Reason
 from brim.core.profiles import Estimate, Learned, Profile, ResourceTable, estimate, lane_of, stand_in
@@ -27,7 +27,7 @@ class Admitter:
     """What admission knows: the resource table, the published signatures, the largest message allowed.
 
     ``learned``: what measured peaks have taught, by profile. ``unknown``: what becomes of tasks without a profile.
-    ``gpu_mib``: what the largest GPU can give away, 0 while none is known.
+    ``gpu_mib``: what the largest GPU can give away, 0 while none is known. ``key`` seals what is admitted, if set.
     """
 
     table: ResourceTable
@@ -36,6 +36,7 @@ class Admitter:
     learned: Mapping[str, Learned] = field(default_factory=dict)
     unknown: Literal["reject", "exclusive", "learn"] = "reject"
     gpu_mib: int = 0
+    key: bytes = field(default=b"", repr=False)
 
     def assess(self, source: Peeked) -> Admission:
         """The admission of a message; one that cannot be understood is refused with the reason (requirement A1)."""
@@ -52,16 +53,17 @@ class Admitter:
                 raise MalformedMessage(
                     Reason("message_too_large", f"{message} ({self.max_message_bytes})"), *_names(source.raw)
                 )
-            envelope = parse(source.raw)
+            envelope = parse(source.raw, key=self.key)
+            prepared = split(source.raw, self.key)
         except MalformedMessage as error:
             return _malformed(source, error)
         try:
             found = self.estimate(envelope)
         except (EstimateError, MalformedMessage) as error:
-            return _admission(source, envelope, refusal=error.reason)
+            return _admission(source, envelope, prepared, refusal=error.reason)
         if found is None:
-            return _admission(source, envelope, waits_for=NO_SIGNATURE)
-        return _admission(source, envelope, found)
+            return _admission(source, envelope, prepared, waits_for=NO_SIGNATURE)
+        return _admission(source, envelope, prepared, found)
 
     def estimate(self, envelope: Envelope) -> Estimate | None:
         """A task's demand (requirement A2); None while its arguments cannot be named for want of a signature.
@@ -166,13 +168,14 @@ def explain(found: Estimate) -> dict[str, object]:
 def _admission(
     source: Peeked,
     envelope: Envelope,
+    prepared: Prepared,
     found: Estimate | None = None,
     *,
     refusal: Reason | None = None,
     waits_for: Reason | None = None,
 ) -> Admission:
     context_mib = found.context_mib if found else 0
-    prepared, task = split(source.raw), task_of(envelope)
+    task = task_of(envelope)
     return Admission(
         source=source,
         identity=envelope.identity,

@@ -156,6 +156,7 @@ class Intake:
             self.learned.by_profile,
             settings.unknown,
             self._gpu_mib,
+            self.settings.security.key,
         )
 
     def _publish_stand_ins(self, admitter: Admitter, admissions: Iterable[Admission]) -> None:

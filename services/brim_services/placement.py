@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from brim.celery.envelope import BrokerLayout, attempt_fields, slot
+from brim.celery.envelope import BrokerLayout, attempt_fields, sign, slot
 from brim.core.model import Reason, State
 from brim.core.placement import (
     Cluster,
@@ -294,7 +294,7 @@ class PlacementService:
             device.node,
             self.settings.broker.global_keyprefix + device.queue,
             placement.demand.vram_mib,
-            slot(uuid.uuid4().hex, fields),
+            slot(uuid.uuid4().hex, sign(fields, placement.task_id, self.settings.security.key)),
             placement.demand.cpus,
             placement.demand.ram_mib,
         )

@@ -9,20 +9,25 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import redis
 from celery import Celery, chain, chord, group
+from kombu.transport.virtual import Message
+from kombu.utils.json import loads as loads_any
 
 from brim.celery.envelope import (
     INTAKE_QUEUE,
     AttemptHeader,
     BrokerLayout,
     MalformedMessage,
+    is_genuine,
     join,
     parse,
     request_context,
+    sign,
     slot,
     split,
 )
@@ -294,6 +299,73 @@ class TestAttempts:
             name: expected for name, (_, expected) in results.items()
         }
         assert isinstance(failed.result, ValueError)
+
+
+class TestSigned:
+    """With a key only intake's and placement's own headers count."""
+
+    KEY = b"k" * 32
+
+    def placed(self, raw: bytes, key: bytes = KEY) -> dict[str, Any]:
+        task_id = parse(raw).identity.task_id
+        message: dict[str, Any] = json.loads(join(split(raw, key), "tag-1", sign(ATTEMPT.fields(), task_id, key)))
+        return message
+
+    def genuine(self, message: dict[str, Any], key: bytes = KEY) -> bool:
+        # as kombu's JSON reads it, which makes dates of what its own writer has made of dates
+        return is_genuine(cast(Message, SimpleNamespace(_raw=loads_any(json.dumps(message)))), key)
+
+    def test_what_intake_sealed_and_placement_signed_is_genuine_in_each_attempt(self, app: Celery, take: Take) -> None:
+        asked = {"brim": {"gpu_model": "A100"}, "when": datetime(2030, 1, 1, tzinfo=UTC), "tenant": "ü"}
+        message = self.placed(published(app, take, 1, 2.5, headers=asked, countdown=5, expires=60, priority=3))
+        assert self.genuine(message)
+        message["properties"]["delivery_tag"] = "another attempt's"
+        assert self.genuine(message)
+        assert self.genuine(self.placed(published(app, take), key=b""), key=b"")
+
+        retried = {**message, "headers": {**message["headers"], "retries": 1}}
+        assert not self.genuine(retried)
+        assert self.genuine(self.placed(json.dumps(retried).encode()))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda m: m.update(body=base64.b64encode(b"[[9], {}, {}]").decode()),
+            lambda m: m["headers"].update(task="other"),
+            lambda m: m["headers"].update(id="another-id"),
+            lambda m: m["headers"].update(timelimit=[None, None, 1]),
+            lambda m: m["properties"].update(reply_to="elsewhere"),
+            lambda m: m["headers"]["brim"].update(attempt="7-2"),
+            lambda m: m["headers"]["brim"].update(vram_mib=1),
+            lambda m: m["headers"]["brim"].update(nesting=3),
+            lambda m: m["headers"]["brim"].update(asked={"vram_mib": 1}),
+            lambda m: m["headers"]["brim"].update(more="of it"),
+            lambda m: m["headers"]["brim"].pop("seal"),
+            lambda m: m["headers"]["brim"].pop("signature"),
+            lambda m: m["headers"]["brim"].update(signature=None),
+        ],
+    )
+    def test_nothing_of_it_may_be_changed(
+        self, app: Celery, take: Take, change: Callable[[dict[str, Any]], None]
+    ) -> None:
+        message = self.placed(published(app, take))
+        change(message)
+        assert not self.genuine(message)
+
+    def test_another_key_and_no_key_are_told_apart(self, app: Celery, take: Take) -> None:
+        raw = published(app, take)
+        assert not self.genuine(self.placed(raw, key=b"x" * 32))
+        assert not self.genuine(self.placed(raw, key=b""))
+
+    def test_an_attempt_that_nobody_signed_does_not_count_at_intake(self, app: Celery, take: Take) -> None:
+        raw = published(app, take, headers={"brim": {"vram_mib": 9}})
+        genuine = json.dumps(self.placed(raw)).encode()
+        forged = join(split(raw), "tag-1", ATTEMPT.fields())
+
+        assert parse(genuine, key=self.KEY).is_redelivery
+        assert parse(forged).is_redelivery
+        assert parse(forged, key=self.KEY).attempt is None
+        assert parse(forged, key=self.KEY).brim == {"vram_mib": 9}
 
 
 def test_the_context_for_answers_is_the_one_that_a_worker_builds(app: Celery, take: Take) -> None:

@@ -71,9 +71,9 @@ def plant(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @contextmanager
 def started(
-    client: redis.Redis, url: str, namespace: str, folder: Path, settings: dict[str, str] | None = None
+    client: redis.Redis, url: str, namespace: str, folder: Path, settings: dict[str, str] | None = None, key: str = ""
 ) -> Iterator[Plant]:
-    stage = Stage(client, namespace, device_uuid())
+    stage = Stage(client, namespace, device_uuid(), key=key.encode())
     app = configure(Celery("producer", set_as_current=False), url, namespace)
     brim.install(app, tasks=["*"])
     with worker(
@@ -83,7 +83,11 @@ def started(
         namespace=namespace,
         log_path=folder / "gpu0.log",
         options=["--concurrency=2"],
-        env={**worker_environment(stage, settings_for(url, namespace)), **(settings or {})},
+        env={
+            **worker_environment(stage, settings_for(url, namespace)),
+            "BRIM_SECURITY__HEADER_KEY": key,
+            **(settings or {}),
+        },
     ) as running:
         yield Plant(app, stage, running)
     app.close()
@@ -443,3 +447,37 @@ def test_a_worker_that_brim_cannot_work_in_stops(valkey_url: str, namespace: str
         ),
     ):
         pass
+
+
+def test_with_a_key_only_what_intake_and_placement_have_signed_is_run(
+    valkey_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path / "devices"))
+    monkeypatch.setenv("BRIM_TEST_MARKERS", str(tmp_path))
+    with (
+        redis.Redis.from_url(valkey_url) as client,
+        started(client, valkey_url, namespace, tmp_path, key="k" * 32) as plant,
+    ):
+        # given tasks of every way through the worker: signed ones are run, retries and errors included
+        assert plant.run("add", 2, 3)[0].get(timeout=5) == 5
+        assert plant.run("retry")[0].get(timeout=5) == 2
+        with pytest.raises(ValueError, match="on purpose"):
+            plant.run("fail")[0].get(timeout=5)
+
+        # when somebody who knows a live attempt pushes a message of its own under it, into the GPU's queue
+        result = plant.send("sleep", 1.5)
+        plant.stage.until(result.id, State.RUNNING)
+        attempt = plant.stage.view(result.id).attempt
+        plant.send("add", 100, 100, task_id=result.id)
+        raw = client.rpop(plant.stage.layout.list_for(0))
+        assert isinstance(raw, bytes)
+        plant.stage.push(raw, attempt)
+
+        # then that is not even claimed, and the attempt goes on
+        refused = f"task add[{result.id}] is refused: intake and placement have not signed it as attempt {attempt}"
+        wait_until(lambda: refused in plant.worker.log, what="the forged message was refused")
+        assert plant.stage.until(result.id, *TERMINAL).state is State.SUCCEEDED
+        assert result.get(timeout=5) == "slept"
+        assert plant.worker.log.count(f"add[{result.id}] received") == 0
+        assert plant.events(result.id).count("claimed") == 1
+        assert plant.stage.store.audit() == []

@@ -7,7 +7,7 @@ import itertools
 import redis
 
 from brim.celery.agent_link import WorkerIdentity
-from brim.celery.envelope import BrokerLayout, attempt_fields, join, parse, slot, split
+from brim.celery.envelope import BrokerLayout, attempt_fields, join, parse, sign, slot, split
 from brim.core.model import AttemptView, Demand, Node, Reason, State
 from brim.gpu.probe import Sample
 from brim.gpu.process import is_alive
@@ -35,8 +35,9 @@ VRAM_MIB, CONTEXT_MIB = 1000, 300
 class Stage:
     """One node with one simulated device; every message of the intake queue is admitted and placed there at once."""
 
-    def __init__(self, client: redis.Redis, namespace: str, uuid: str, executors: int = 2) -> None:
+    def __init__(self, client: redis.Redis, namespace: str, uuid: str, executors: int = 2, key: bytes = b"") -> None:
         self.client = client
+        self.key = key
         self.identity = WorkerIdentity("n1", uuid, 0, "b00t", "no-agent")
         self.layout = BrokerLayout(namespace)
         self.store = Store(client, f"{namespace}brim:")
@@ -65,9 +66,8 @@ class Stage:
         attempt = f"{self.epoch}-{next(self._numbers)}"
         record = self.record(task_id)
         fields = attempt_fields(attempt, [self.identity.device], "n1", VRAM_MIB, CONTEXT_MIB)
-        commit = Commit(
-            task_id, record.lane, attempt, [self.identity.device], "n1", self.queue, VRAM_MIB, slot(attempt, fields)
-        )
+        signed = slot(attempt, sign(fields, task_id, self.key))
+        commit = Commit(task_id, record.lane, attempt, [self.identity.device], "n1", self.queue, VRAM_MIB, signed)
         [answer] = self.store.commit(self.epoch, [commit], ahead=100)
         assert answer.status in ("committed", "refused"), answer
         return attempt if answer.status == "committed" else None
@@ -136,7 +136,7 @@ class Stage:
             raise AssertionError(f"{error}; its story: {self.store.story(task_id)}") from None
 
     def _admission(self, source: Peeked) -> Admission:
-        envelope, prepared = parse(source.raw), split(source.raw)
+        envelope, prepared = parse(source.raw, key=self.key), split(source.raw, self.key)
         return Admission(
             source,
             envelope.identity,

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from brim.celery.envelope import MalformedMessage, parse
+from brim.celery.envelope import MalformedMessage, Prepared, attempt_fields, join, parse, sign, split
 from brim.core.attributes import TaskSignature
 from brim.core.profiles import ResourceTable, size_class
 from brim.store.types import Peeked
@@ -125,3 +125,18 @@ def test_a_task_without_a_profile_is_refused_or_waits_for_a_gpu_to_be_known() ->
     assert refused.refusal is not None
     assert refused.refusal.code == "no_profile"
     assert Admitter(TABLE, SIGNATURES, 100_000, unknown="learn").assess(Peeked("q", raw)).waits_for is not None
+
+
+def test_with_a_key_admission_seals_messages_and_believes_no_unsigned_attempt() -> None:
+    key = b"k" * 32
+    admitter = Admitter(TABLE, SIGNATURES, 100_000, key=key)
+    sealed = admitter.assess(Peeked("q", message("t.cut", [7], {})))
+    fields = attempt_fields("1-1", ["GPU-a"], "n1", 1000, 300)
+    genuine = Prepared(sealed.head, sealed.tail), "tag", sign(fields, "i1", key)
+    forged = split(message("t.cut", [7], {})), "tag", fields
+
+    assert b'"seal"' in sealed.head
+    assert b'"seal"' not in ADMITTER.assess(Peeked("q", message("t.cut", [7], {}))).head
+    assert admitter.assess(Peeked("q", join(*genuine))).own_attempt
+    assert not admitter.assess(Peeked("q", join(*forged))).own_attempt
+    assert key.decode() not in repr(admitter)

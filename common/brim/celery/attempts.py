@@ -50,6 +50,7 @@ class Attempts:
         self._patience_s = patience_s
         self._agent = WorkerSide(identity)
         self._max_attempts = settings.placement.max_attempts
+        self.key = settings.security.key
         self.store = Store.of(settings)
 
     def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:

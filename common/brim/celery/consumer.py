@@ -26,7 +26,7 @@ from brim.core.model import Reason, State
 from brim.store.types import ClaimAnswer
 
 from .attempts import MAIN_PROCESS, Attempts, refusal
-from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, received
+from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, is_genuine, received
 from .executor import failure
 
 log = get_logger("brim.worker")
@@ -61,14 +61,24 @@ def strategy(attempts: Attempts, inner: Any, task: Task, app: Celery, consumer: 
             # Its memory is unknown here: whoever sent it past placement, intake knows what to do with it.
             log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
             forward(message)
-        else:
-            answer = attempts.claim(message.headers["id"], attempt)
-            if answer is ClaimAnswer.GRANTED:
-                return handle(message, body, ack, reject, callbacks, **more)
-            refusal(attempt, message.headers["id"], "start", answer)
+        elif may_start(attempts, message, attempt):
+            return handle(message, body, ack, reject, callbacks, **more)
         return ack(log, consumer.connection_errors)
 
     return on_message
+
+
+def may_start(attempts: Attempts, message: Any, attempt: AttemptHeader) -> bool:
+    """The start claim; nothing is claimed for a message that brim has not made, where there is a key to tell by."""
+    task_id = message.headers["id"]
+    if not is_genuine(message, attempts.key):
+        told = "task %s[%s] is refused: intake and placement have not signed it as attempt %s"
+        log.warning(told, message.headers["task"], task_id, attempt.attempt)
+        return False
+    answer = attempts.claim(task_id, attempt)
+    if answer is not ClaimAnswer.GRANTED:
+        refusal(attempt, task_id, "start", answer)
+    return answer is ClaimAnswer.GRANTED
 
 
 class AttemptRequest(Request):
@@ -229,7 +239,7 @@ class BrimStep(bootsteps.StartStopStep):
             if attempt is not None:
                 task_id, task = message.headers["id"], message.headers["task"]
                 granted = (
-                    self.attempts.claim(task_id, attempt) is ClaimAnswer.GRANTED
+                    may_start(self.attempts, message, attempt)
                     and self.attempts.finish(task_id, attempt, MAIN_PROCESS) is ClaimAnswer.GRANTED
                 )
                 if not granted:

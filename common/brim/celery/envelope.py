@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import bz2
+import hmac
 import json
 import lzma
 import uuid
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.exceptions import DecodeError, SerializerNotInstalled
 from kombu.serialization import dumps as dumps_body
 from kombu.serialization import loads as loads_body
+from kombu.utils.json import dumps as dumps_any
 
 from brim.core.model import Identity, Reason
 
@@ -44,8 +46,14 @@ HEADER = "brim"
 ASKED = "asked"
 """Where a header that brim has written keeps the producer's own: a retry inherits the header."""
 
+SEAL, SIGNATURE = "seal", "signature"
+"""Fields of the brim header, where a key is set: intake's word for the message, placement's for the attempt."""
+
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """A body may not unpack to more than this, so that a small compressed message cannot exhaust intake."""
+
+SEALED = (ASKED, "nesting", "retries")
+"""What intake writes into the header, and seals; placement signs whatever else is in it."""
 
 MEDIA_TYPES = {"application/json": "JSON", "application/x-msgpack": "msgpack"}
 """What a body may be written in. Never pickle: intake must not run what a message says."""
@@ -253,10 +261,11 @@ def compose(
     return json.dumps(message).encode()
 
 
-def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:
+def parse(raw: bytes, *, timezone: tzinfo = UTC, key: bytes = b"") -> Envelope:
     """Read one message of a broker list; the body stays encoded until `Envelope.body` is called.
 
-    ``timezone`` is the app's, for the rare eta or expiry that a producer gave without an offset.
+    ``timezone`` is the app's, for the rare eta or expiry that a producer gave without an offset. With a ``key``
+    an attempt in the header counts only if placement has signed it.
     Raises `MalformedMessage`, with the id and name where they can be read.
     """
     message = _load(raw)
@@ -268,7 +277,7 @@ def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:
         header = headers.get(HEADER) or {}
         if not isinstance(header, Mapping):
             raise MalformedMessage(Reason("malformed", f"header {HEADER!r}: expected an object, got {header!r}"))
-        attempt = AttemptHeader.read(header)
+        attempt = AttemptHeader.read(header) if not key or _is_signed(header, task_id, key) else None
         return Envelope(
             task=task,
             identity=Identity(task_id, _whole(headers, "replaced_task_nesting"), _whole(headers, "retries")),
@@ -287,14 +296,14 @@ def parse(raw: bytes, *, timezone: tzinfo = UTC) -> Envelope:
         raise MalformedMessage(error.reason, task_id, task) from error.__cause__
 
 
-def split(raw: bytes) -> Prepared:
+def split(raw: bytes, key: bytes = b"") -> Prepared:
     """Split a message into what stands before and after the place where an attempt is written.
 
     Kept: everything, expiry included. Dropped: the eta (it lies behind us when a task is placed), the mark
     of a redelivery (an attempt is a fresh one), and an earlier attempt's header, but not what the
     producer asked for. The message's rank is repeated in the header, where nothing that Celery does to a
     retry changes it. The delivery info is set to the intake queue, wherever the message came through,
-    so that whatever Celery re-queues comes back to intake.
+    so that whatever Celery re-queues comes back to intake. With a ``key`` all of it is sealed.
     """
     message = _load(raw)
     headers = {name: value for name, value in message["headers"].items() if name not in (HEADER, "redelivered")}
@@ -304,6 +313,8 @@ def split(raw: bytes) -> Prepared:
     properties["delivery_info"] = {"exchange": "", "routing_key": INTAKE_QUEUE}
     rest = {name: value for name, value in message.items() if name not in ("headers", "properties")}
     header = {ASKED: asked, "nesting": _whole(headers, "replaced_task_nesting"), "retries": _whole(headers, "retries")}
+    if key:
+        header[SEAL] = _seal(rest, headers, header, properties, key)
     head = (
         f'{json.dumps(rest)[:-1]}, "headers": {json.dumps(headers)[:-1]}, '
         f"{json.dumps(HEADER)}: {json.dumps(header)[:-1]}"
@@ -326,6 +337,27 @@ def attempt_fields(attempt: str, devices: Sequence[str], node: str, vram_mib: in
         "vram_mib": vram_mib,
         "context_mib": context_mib,
     }
+
+
+def sign(fields: Mapping[str, Any], task_id: str, key: bytes) -> dict[str, Any]:
+    """An attempt's fields with placement's signature: they are of this task's attempt. Without a key as they are."""
+    return {**fields, SIGNATURE: _signature(fields, task_id, key)} if key else dict(fields)
+
+
+def is_genuine(message: Message, key: bytes) -> bool:
+    """Whether a message that a worker has received is what intake sealed and placement signed; true without a key.
+
+    The attempt alone would not do: its id stands in logs and on the page, and the start claim knows no body.
+    """
+    if not key:
+        return True
+    raw = message._raw
+    headers, properties = dict(raw["headers"]), dict(raw["properties"])
+    header = headers.pop(HEADER)
+    properties.pop("delivery_tag", None)
+    rest = {name: value for name, value in raw.items() if name not in ("headers", "properties")}
+    seal = _seal(rest, headers, header, properties, key)
+    return _same(header.get(SEAL), seal) and _is_signed(header, headers["id"], key)
 
 
 def join(prepared: Prepared, delivery_tag: str, brim_header: Mapping[str, Any]) -> bytes:
@@ -373,6 +405,36 @@ def received(message: Message) -> Envelope:
 def forward(message: Message) -> None:
     """Put a message that a worker has received, as it is, into the intake queue."""
     message.channel._put(INTAKE_QUEUE, message._raw)
+
+
+def _seal(
+    rest: Mapping[str, Any],
+    headers: Mapping[str, Any],
+    header: Mapping[str, Any],
+    properties: Mapping[str, Any],
+    key: bytes,
+) -> str:
+    """Over the whole message but for what each attempt brings: its own fields and the delivery tag."""
+    kept = {name: header.get(name) for name in SEALED}
+    return _mac(key, [rest, headers, kept, properties])
+
+
+def _signature(header: Mapping[str, Any], task_id: str, key: bytes) -> str:
+    own = {name: value for name, value in header.items() if name not in (*SEALED, SEAL, SIGNATURE)}
+    return _mac(key, [task_id, own])
+
+
+def _is_signed(header: Mapping[str, Any], task_id: str, key: bytes) -> bool:
+    return _same(header.get(SIGNATURE), _signature(header, task_id, key))
+
+
+def _mac(key: bytes, values: Sequence[Any]) -> str:
+    # A worker reads messages by kombu's JSON, which has types of its own (dates); it writes them as they came.
+    return hmac.new(key, dumps_any(values, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def _same(given: Any, expected: str) -> bool:
+    return hmac.compare_digest(str(given).encode(), expected.encode())
 
 
 def _asked(header: Mapping[str, Any]) -> Mapping[str, Any]:

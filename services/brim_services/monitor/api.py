@@ -86,9 +86,14 @@ class Operations:
         self._learned.refresh(self._table.profiles)
         signatures = {name: TaskSignature.model_validate_json(text) for name, text in self.store.signatures().items()}
         settings = self.settings.intake
-        gpu_mib = whole_gpu_mib(self.store.devices())
         return Admitter(
-            self._table, signatures, settings.max_message_bytes, self._learned.by_profile, settings.unknown, gpu_mib
+            self._table,
+            signatures,
+            settings.max_message_bytes,
+            self._learned.by_profile,
+            settings.unknown,
+            whole_gpu_mib(self.store.devices()),
+            self.settings.security.key,
         )
 
     def submit(self, task: Submission) -> Accepted:
