@@ -177,11 +177,14 @@ class Placement(Section):
 
 
 class Agent(Section):
-    """The node agent and the workers that it starts, one per GPU."""
+    """The node agent and the workers that it starts: one per GPU, and on demand one per set of GPUs."""
 
     node: str = Field("", description="name of this node; empty: the host's name")
     labels: dict[str, str] = Field(default_factory=dict, description="labels that tasks may ask for")
     executors_per_gpu: int = Field(4, gt=0, description="pool processes of each GPU's worker")
+    set_idle_s: float = Field(
+        60.0, ge=0, description="how long a worker that sees several GPUs stays without a task, in seconds"
+    )
     headroom_mib: int = Field(512, ge=0, description="memory of a device that is never given away, in MiB")
     guard_tolerance: float = Field(
         0.1, ge=0, description="share of its reservation by which a guarded attempt may outgrow it"

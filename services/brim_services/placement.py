@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from brim.celery.envelope import BrokerLayout, attempt_fields, sign, slot
-from brim.core.model import Reason, State
+from brim.core.model import Device, Reason, State, gpu_queue
 from brim.core.placement import (
     Cluster,
     Lane,
@@ -281,23 +281,28 @@ class PlacementService:
 
     def _prepared(self, placement: Placement) -> Commit:
         window = self.mirror.lanes[placement.lane]
-        device = self.mirror.cluster.device(placement.devices[0])
-        assert device is not None
+        devices = self._devices(placement)
+        node, uuids = devices[0].node, [device.uuid for device in devices]
         # The server may forget an epoch when it dies; the service's own name still keeps attempts apart.
         attempt = f"{self.epoch}-{self._token}-{next(self._numbers)}"
-        fields = attempt_fields(attempt, placement.devices, device.node, placement.demand.vram_mib, window.context_mib)
+        fields = attempt_fields(attempt, uuids, node, placement.demand.vram_mib, window.context_mib)
         return Commit(
             placement.task_id,
             placement.lane,
             attempt,
-            placement.devices,
-            device.node,
-            self.settings.broker.global_keyprefix + device.queue,
+            uuids,
+            node,
+            self.settings.broker.global_keyprefix + gpu_queue(node, [device.index for device in devices]),
             placement.demand.vram_mib,
             slot(uuid.uuid4().hex, sign(fields, placement.task_id, self.settings.security.key)),
             placement.demand.cpus,
             placement.demand.ram_mib,
         )
+
+    def _devices(self, placement: Placement) -> list[Device]:
+        """The devices of a placement, in the order in which its task counts them."""
+        found = [self.mirror.cluster.device(uuid_) for uuid_ in placement.devices]
+        return sorted((device for device in found if device is not None), key=lambda device: device.index)
 
     def _call_back(self, now_s: float) -> None:
         """Takes back a task that waits behind busy executors where another device could start it now.

@@ -72,7 +72,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A child that ended without being asked: negative ``code`` is a signal's number."""
+    """A child that ended while nobody waited for it: negative ``code`` is a signal's number."""
 
     name: str
     pid: int
@@ -96,6 +96,8 @@ class Child:
         self.starts = 0
         self.failures = 0
         self.restart_at: float | None = None
+        self.asked = False
+        """Whether it was asked to end, and is not to start again."""
 
     @property
     def pid(self) -> int | None:
@@ -179,6 +181,20 @@ class Supervisor:
             self._dismiss_keeper(self._keeper)
             self._keeper = None
 
+    def ask_to_end(self, name: str) -> None:
+        """SIGTERM to a child, without waiting; it does not start again, and `poll` tells when it has ended."""
+        self._same_thread()
+        child = self.children[name]
+        child.asked, child.restart_at = True, None
+        if child.process is not None:
+            os.kill(child.process.pid, signal.SIGTERM)
+
+    def forget(self, name: str) -> None:
+        """Drop a child that does not run; it does not start again."""
+        if self.children[name].process is not None:
+            raise ValueError(f"{name} runs (pid {self.children[name].pid})")
+        del self.children[name]
+
     def _stop_together(self, children: Sequence[Child]) -> None:
         running = [(child, child.process.pid) for child in children if child.process is not None]
         for _, pid in running:
@@ -215,7 +231,7 @@ class Supervisor:
         pid, restart = child.process.pid, child.command.restart
         code = self._forget(child)
         pause_s = None
-        if restart is not None:
+        if restart is not None and not child.asked:
             steady = now - child.started_at >= restart.steady_s
             child.failures = 1 if steady else child.failures + 1
             pause_s = restart.pause_s(child.failures)

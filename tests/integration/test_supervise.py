@@ -57,6 +57,22 @@ def test_a_child_runs_in_a_session_of_its_own_with_its_variables_and_log(supervi
     assert child.pid is None
 
 
+def test_a_child_that_is_asked_to_end_does_not_start_again_and_is_told_about(supervisor: Supervisor) -> None:
+    supervisor.start(Command("c", SLEEPER, restart=Backoff(first_s=0.01)))
+    wait_until(is_up(supervisor, "c"), 10, "the child is up")
+    with pytest.raises(ValueError, match="c runs"):
+        supervisor.forget("c")
+
+    supervisor.ask_to_end("c")
+
+    deaths = []
+    wait_until(lambda: deaths.extend(supervisor.poll()) or deaths, 10, "the child ended")
+    assert [(death.code, death.restart_in_s) for death in deaths] == [(-signal.SIGTERM, None)]
+    supervisor.forget("c")
+    assert supervisor.children == {}
+    assert supervisor.poll() == []
+
+
 def test_a_dead_child_is_started_again_after_a_pause_that_grows(supervisor: Supervisor) -> None:
     numbers = iter(range(10))
     child = supervisor.start(

@@ -104,7 +104,7 @@ def test_a_task_runs_and_its_executor_keeps_only_what_it_left_behind(plant: Plan
     assert (record.state, record.reason) == (State.SUCCEEDED, None)
     assert record.peak_mib == 500 + 300
     assert plant.events(result.id) == ["admitted", "placed", "claimed", "started", "finishing", "succeeded"]
-    book = plant.stage.client.hgetall(plant.stage.store.keys.book(plant.stage.identity.device))
+    book = plant.stage.client.hgetall(plant.stage.store.keys.book(plant.stage.identity.devices[0]))
     [process] = [value for name, value in book.items() if name.startswith(f"p:{pid}.".encode())]
     measured_mib = int(process.split(b"|")[0])
     assert measured_mib == 500 + 300
@@ -380,7 +380,7 @@ def test_the_worker_shows_its_device_to_flower(plant: Plant) -> None:
     [stats] = plant.app.control.inspect(timeout=5.0, limit=1).stats().values()
 
     gpu = stats["gpu"]
-    assert (gpu["uuid"], gpu["total_mib"], gpu["executors"]) == (plant.stage.identity.device, 8192, 2)
+    assert (gpu["uuid"], gpu["total_mib"], gpu["executors"]) == (plant.stage.identity.devices[0], 8192, 2)
     assert gpu["available_mib"] == 8192 - 192 - gpu["committed_mib"]
     assert stats["prefetch_count"] == 2
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import redis
 from celery import Celery
 
 from brim.celery.envelope import attempt_fields, parse, slot, split
-from brim.core.model import Demand, Device, State
+from brim.core.model import Demand, Device, State, gpu_queue
 from brim.store import Store
+from brim.store.runner import Call, Runner
 from brim.store.types import Admission, AdmitAnswer, Commit, Record
 from support.celery_app import BROKER_ENV, NAMESPACE_ENV, configure
 from support.waiting import wait_until
@@ -49,6 +50,21 @@ class AgentProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+
+class Losing(Runner):
+    """Runs scripts, and empties a list in the same transaction, before anybody who waits for it is served."""
+
+    def __init__(self, client: redis.Redis, queue: str) -> None:
+        super().__init__(client)
+        self._queue = queue
+
+    def _send(self, calls: Sequence[Call]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=True)
+        for call in calls:
+            pipeline.evalsha(self._digests[call.script], len(call.keys), *call.keys, *call.args)
+        pipeline.delete(self._queue)
+        return list(pipeline.execute(raise_on_error=False))[:-1]
 
 
 @dataclass
@@ -188,32 +204,36 @@ class Bench:
             answers[message.identity.task_id] = self.store.admit([admission])[0]
         return answers
 
-    def place(self, task_id: str, index: int = 0, *, deliver: bool = True, ahead: int = 1) -> str:
-        """Commit a waiting task to a device; undelivered, its message goes where nobody looks."""
-        record, device = self.record(task_id), self.device(index)
+    def place(self, task_id: str, *indices: int, deliver: bool = True, ahead: int = 1) -> str:
+        """Commit a waiting task to one device or several, the first by default; undelivered, its message is lost."""
+        record, devices = self.record(task_id), [self.device(index) for index in indices or (0,)]
         attempt = f"{self.epoch}-{next(self._numbers)}"
         vram_mib = record.demand.vram_mib
-        fields = attempt_fields(attempt, [device.uuid], device.node, vram_mib, record.context_mib)
-        queue = device.queue if deliver else "nowhere"
+        uuids = [device.uuid for device in devices]
+        fields = attempt_fields(attempt, uuids, self.node, vram_mib, record.context_mib)
+        queue = self.namespace + gpu_queue(self.node, [device.index for device in devices])
         commit = Commit(
             task_id,
             record.lane,
             attempt,
-            [device.uuid],
-            device.node,
-            self.namespace + queue,
+            uuids,
+            self.node,
+            queue,
             vram_mib,
             slot(uuid.uuid4().hex, fields),
         )
-        answer = self.store.commit(self.epoch, [commit], ahead)[0]
+        store = Store(self.client, f"{self.namespace}brim:")
+        if not deliver:
+            store.runner = Losing(self.client, queue)
+        answer = store.commit(self.epoch, [commit], ahead)[0]
         assert answer.status == "committed", answer
         return attempt
 
-    def run(self, task: str = "device.hold", index: int = 0, **kwargs: Any) -> str:
+    def run(self, task: str = "device.hold", on: tuple[int, ...] = (0,), **kwargs: Any) -> str:
         """Admit and place a task, and wait until it runs; its id."""
         task_id = self.admit(task, **kwargs)
-        self.place(task_id, index)
-        self.wait_for(task_id, State.RUNNING)
+        self.place(task_id, *on)
+        self.wait_for(task_id, State.RUNNING, timeout_s=60.0 if len(on) > 1 else 20.0)
         return task_id
 
     # -- what can be seen ------------------------------------------------------------------------------------
@@ -234,7 +254,7 @@ class Bench:
         return self.store.measured_mib([uuid])[uuid]["measured"]
 
     def is_idle(self) -> bool:
-        """Whether every device is up and has all its executors, and none runs a task."""
+        """Whether every device is up and has all its executors and no others, and none runs a task."""
         devices = self.store.devices()
         attempts, processes = self.store.books([device.uuid for device in devices])
         return not attempts and all(

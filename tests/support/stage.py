@@ -38,7 +38,7 @@ class Stage:
     def __init__(self, client: redis.Redis, namespace: str, uuid: str, executors: int = 2, key: bytes = b"") -> None:
         self.client = client
         self.key = key
-        self.identity = WorkerIdentity("n1", uuid, 0, "b00t", "no-agent")
+        self.identity = WorkerIdentity("n1", "gpu0", "gpu.n1.0", (uuid,), "b00t", "no-agent")
         self.layout = BrokerLayout(namespace)
         self.store = Store(client, f"{namespace}brim:")
         self.epoch, _ = self.store.elect("stage", 3600)
@@ -65,16 +65,17 @@ class Stage:
         """Commit one waiting task to the device; its attempt, None where it does not fit now."""
         attempt = f"{self.epoch}-{next(self._numbers)}"
         record = self.record(task_id)
-        fields = attempt_fields(attempt, [self.identity.device], "n1", VRAM_MIB, CONTEXT_MIB)
+        fields = attempt_fields(attempt, [self.identity.devices[0]], "n1", VRAM_MIB, CONTEXT_MIB)
         signed = slot(attempt, sign(fields, task_id, self.key))
-        commit = Commit(task_id, record.lane, attempt, [self.identity.device], "n1", self.queue, VRAM_MIB, signed)
+        uuids = list(self.identity.devices)
+        commit = Commit(task_id, record.lane, attempt, uuids, "n1", self.queue, VRAM_MIB, signed)
         [answer] = self.store.commit(self.epoch, [commit], ahead=100)
         assert answer.status in ("committed", "refused"), answer
         return attempt if answer.status == "committed" else None
 
     def report(self) -> None:
         """Tell the books what lives and what it holds, as an agent does."""
-        uuid, sampled_ms = self.identity.device, self.store.server_ms()
+        uuid, sampled_ms = self.identity.devices[0], self.store.server_ms()
         sample = self._probe.sample()[uuid]
         assert isinstance(sample, Sample)
         attempts, processes = self.store.books([uuid])
@@ -104,7 +105,7 @@ class Stage:
 
     def view(self, task_id: str) -> AttemptView:
         """The task's live attempt as the books show it."""
-        views = self.store.books([self.identity.device])[0]
+        views = self.store.books([self.identity.devices[0]])[0]
         return next(view for view in views if view.task_id == task_id)
 
     def unacked(self) -> int:
@@ -118,7 +119,7 @@ class Stage:
 
     def push(self, raw: bytes, attempt: str) -> None:
         """Put a message into the device's queue past the books."""
-        fields = attempt_fields(attempt, [self.identity.device], "n1", VRAM_MIB, CONTEXT_MIB)
+        fields = attempt_fields(attempt, [self.identity.devices[0]], "n1", VRAM_MIB, CONTEXT_MIB)
         self.client.lpush(self.queue, join(split(raw), f"{attempt}-again", fields))
 
     def until(self, task_id: str, *states: State, timeout_s: float = 30.0) -> Record:

@@ -18,7 +18,7 @@ def listener() -> Iterator[Listener]:
 
 
 def identity(agent: str = "nobody") -> WorkerIdentity:
-    return WorkerIdentity("node-a", "GPU-1", 3, "b00t", agent)
+    return WorkerIdentity("node-a", "gpu3", "gpu.node-a.3", ("GPU-1",), "b00t", agent)
 
 
 def test_a_worker_reads_from_its_environment_what_the_agent_wrote() -> None:

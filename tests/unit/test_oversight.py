@@ -12,35 +12,40 @@ from brim.core.model import AttemptView, State
 from brim.core.oversight import (
     SETTLE_S,
     STALLS,
+    STARTS,
     Action,
     Forget,
     Lose,
     Remembered,
     Replace,
     Restart,
+    Retire,
     Sight,
-    Worker,
+    Start,
     decide,
 )
+from brim.core.posts import Post, Worker
 
-GPU = "GPU-a"
+GPU, QUEUE = "GPU-a", "gpu.n1.0"
+POST = Post("gpu0", QUEUE, (GPU,), 2, standing=True)
 NOW_S = 1000.0
 TIMEOUT_S = 10.0
-HEALTHY = Worker("w1", ready=True, executors=frozenset({"10.1", "11.1"}))
+HEALTHY = Worker(POST, "w1", ready=True, executors=frozenset({"10.1", "11.1"}))
 
 
 def attempt(name: str = "a", state: State = State.RUNNING, **more: object) -> AttemptView:
     """A running attempt by default, bound to 10.1 of the healthy worker."""
     begun = state in (State.RUNNING, State.FINISHING)
-    fields = {
+    fields: dict[str, object] = {
         "proc": "10.1" if begun else "",
         "boot": "" if state is State.PLACED else "w1",
         "placed_s": NOW_S - 1,
+        "devices": (GPU,),
+        "queue": QUEUE,
     }
     return AttemptView(
         task_id=f"task-{name}",
         attempt=name,
-        devices=(GPU,),
         vram_mib=1000,
         state=state,
         claimed_s=None,
@@ -53,7 +58,7 @@ def attempt(name: str = "a", state: State = State.RUNNING, **more: object) -> At
 def sight(*attempts: AttemptView, worker: Worker = HEALTHY, **more: object) -> Sight:
     """What an agent of one device sees; bound executors are in the book, as the bind script leaves it."""
     book = {a.proc: False for a in attempts if a.proc}
-    fields = {"now_s": NOW_S, "workers": {GPU: worker}, "attempts": attempts, "processes": {GPU: book}}
+    fields = {"now_s": NOW_S, "workers": {"gpu0": worker}, "attempts": attempts, "processes": {GPU: book}}
     return Sight(**(fields | more))  # type: ignore[arg-type]
 
 
@@ -87,7 +92,7 @@ def test_how_an_executor_ended_may_be_unknown() -> None:
 
 
 def test_a_dead_workers_attempts_are_lost_and_only_the_begun_ones_count() -> None:
-    seen = sight(attempt("a"), attempt("b", State.CLAIMED), attempt("c", State.PLACED), worker=Worker())
+    seen = sight(attempt("a"), attempt("b", State.CLAIMED), attempt("c", State.PLACED), worker=Worker(POST))
 
     found = actions(replace(seen, causes={"w1": "exited with code 1"}))
 
@@ -132,7 +137,7 @@ def test_an_attempt_is_not_waited_for_when_an_executor_has_long_been_idle() -> N
 
 def test_an_attempt_behind_busy_executors_is_waited_for() -> None:
     seen = sight(attempt("a"), attempt("b", proc="11.1"), attempt("c", State.CLAIMED, placed_s=0.0))
-    _, memory = decide(seen, Remembered(idle_since={GPU: 0.0}), TIMEOUT_S)
+    _, memory = decide(seen, Remembered(idle_since={QUEUE: 0.0}), TIMEOUT_S)
     assert memory.idle_since == {}
     assert actions(replace(seen, now_s=NOW_S + 100), memory) == []
 
@@ -153,7 +158,7 @@ def test_an_attempt_that_its_worker_answers_itself_is_not_handed_back() -> None:
 
 
 def test_a_worker_that_takes_no_message_is_restarted() -> None:
-    memory = Remembered(idle_since={GPU: 0.0})
+    memory = Remembered(idle_since={QUEUE: 0.0})
     for number in range(STALLS):
         found, memory = decide(sight(attempt(str(number), State.PLACED, placed_s=0.0)), memory, TIMEOUT_S)
 
@@ -163,14 +168,152 @@ def test_a_worker_that_takes_no_message_is_restarted() -> None:
 
 @pytest.mark.parametrize("sign", ["an end", "a claim"])
 def test_a_worker_that_takes_messages_in_between_is_not_restarted(sign: str) -> None:
-    memory = Remembered(idle_since={GPU: 0.0}, stalls={GPU: STALLS - 1})
+    memory = Remembered(idle_since={QUEUE: 0.0}, stalls={QUEUE: STALLS - 1})
     lost = attempt("a", State.PLACED, placed_s=0.0)
     if sign == "an end":
-        found, _ = decide(sight(lost, consuming=frozenset({GPU})), memory, TIMEOUT_S)
+        found, _ = decide(sight(lost, consuming=frozenset({QUEUE})), memory, TIMEOUT_S)
     else:
         found, _ = decide(sight(lost, attempt("b", proc="10.1")), memory, TIMEOUT_S)
     assert codes(found) == [("not_started", False)]
     assert len(found) == 1
+
+
+# -- workers on demand ---------------------------------------------------------------------------------------------
+
+PAIR, PAIRED = ("GPU-a", "GPU-b"), "gpu.n1.0-1"
+SET = Post("gpu0-1", PAIRED, PAIR, linger_s=60.0)
+SEES_BOTH = Worker(SET, "s1", ready=True, executors=frozenset({"20.1"}))
+OTHER = Worker(Post("gpu1", "gpu.n1.1", ("GPU-b",), 2, standing=True), "w2", ready=True, executors=frozenset({"12.1"}))
+IDLE_S = 60.0
+
+
+def on_both(name: str = "p", state: State = State.PLACED, **more: object) -> AttemptView:
+    """An attempt on two devices, placed by default, else claimed or run by the worker that sees both."""
+    begun = state in (State.RUNNING, State.FINISHING)
+    seen = {"boot": "" if state is State.PLACED else "s1", "proc": "20.1" if begun else ""}
+    return attempt(name, state, devices=PAIR, queue=PAIRED, **(seen | more))
+
+
+def at_both(*attempts: AttemptView, workers: tuple[Worker, ...] = (), **more: object) -> Sight:
+    """What an agent of two devices sees, both of which have their own worker."""
+    books = {gpu: {a.proc: False for a in attempts if a.proc and gpu in a.devices} for gpu in PAIR}
+    there = {worker.post.name: worker for worker in (HEALTHY, OTHER, *workers)}
+    return sight(*attempts, **({"workers": there, "processes": books} | more))
+
+
+def done(seen: Sight, memory: Remembered | None = None) -> list[Action]:
+    return decide(seen, memory or Remembered(), TIMEOUT_S, IDLE_S)[0]
+
+
+def test_an_attempt_on_several_devices_calls_for_a_worker_that_sees_exactly_those() -> None:
+    assert done(at_both(on_both())) == [Start(SET)]
+
+
+def test_the_worker_of_a_set_is_waited_for_while_it_starts_however_long_that_takes() -> None:
+    starting = replace(SEES_BOTH, ready=False, executors=frozenset())
+    memory = Remembered()
+    for now_s in (NOW_S, NOW_S + 10 * TIMEOUT_S):
+        found, memory = decide(at_both(on_both(), workers=(starting,), now_s=now_s), memory, TIMEOUT_S, IDLE_S)
+        assert found == []
+
+
+def test_a_message_to_a_set_that_was_lost_is_not_waited_for_once_its_worker_is_ready() -> None:
+    seen = at_both(on_both(), workers=(SEES_BOTH,))
+    found, memory = decide(seen, Remembered(), TIMEOUT_S, IDLE_S)
+    assert found == []
+    assert codes(done(replace(seen, now_s=NOW_S + TIMEOUT_S), memory)) == [("not_started", False)]
+
+
+def test_each_attempt_on_a_set_gets_a_worker_of_its_own() -> None:
+    running, placed = on_both("a", State.RUNNING), on_both("b")
+    assert done(at_both(running, placed, workers=(SEES_BOTH,))) == [Start(replace(SET, name="gpu0-1.2"))]
+
+
+def test_attempts_that_were_placed_together_call_for_their_workers_together() -> None:
+    found = done(at_both(on_both("a"), on_both("b")))
+    assert found == [Start(SET), Start(replace(SET, name="gpu0-1.2"))]
+
+
+def test_a_free_worker_takes_the_next_attempt_on_its_set() -> None:
+    assert done(at_both(on_both(), workers=(SEES_BOTH,))) == []
+
+
+def test_a_worker_that_ends_soon_after_its_start_again_and_again_gives_its_attempt_back() -> None:
+    failing = Worker(SET, failures=STARTS, trouble="exited with code 1")
+
+    (loss,) = done(at_both(on_both(), workers=(failing,)))
+
+    assert isinstance(loss, Lose)
+    assert (loss.reason.code, loss.counts) == ("worker_cannot_start", True)
+    assert "gpu0-1 ended 3 times soon after its start: it exited with code 1" in loss.reason.message
+
+
+def test_a_worker_that_failed_once_is_started_again() -> None:
+    assert done(at_both(on_both(), workers=(Worker(SET, failures=STARTS - 1),))) == []
+
+
+def test_a_worker_that_nothing_calls_for_is_retired_when_it_has_been_idle_for_long() -> None:
+    seen = at_both(workers=(SEES_BOTH,))
+    found, memory = decide(seen, Remembered(), TIMEOUT_S, IDLE_S)
+    assert found == []
+    assert done(replace(seen, now_s=NOW_S + IDLE_S - 1), memory) == []
+    assert done(replace(seen, now_s=NOW_S + IDLE_S), memory) == [Retire("gpu0-1")]
+
+
+def test_an_attempt_begins_the_idle_time_anew() -> None:
+    memory = Remembered(uncalled_since={"gpu0-1": 0.0})
+    _, memory = decide(at_both(on_both(), workers=(SEES_BOTH,)), memory, TIMEOUT_S, IDLE_S)
+    assert memory.uncalled_since == {}
+
+
+@pytest.mark.parametrize("state", [State.CLAIMED, State.RUNNING, State.FINISHING])
+def test_a_worker_on_demand_is_never_ended_in_the_middle_of_a_task(state: State) -> None:
+    memory = Remembered(uncalled_since={"gpu0-1": 0.0})
+    ending = replace(SEES_BOTH, ending=True)
+    for worker in (SEES_BOTH, ending):
+        assert done(at_both(on_both("a", state), workers=(worker,)), memory) == []
+
+
+def test_a_worker_that_was_asked_to_end_is_asked_until_it_has_and_takes_no_part() -> None:
+    found = done(at_both(on_both(), workers=(replace(SEES_BOTH, ending=True),)))
+    assert found == [Retire("gpu0-1"), Start(replace(SET, name="gpu0-1.2"))]
+
+
+def test_a_set_whose_leftover_is_wanted_back_is_retired_as_a_whole() -> None:
+    seen = at_both(workers=(SEES_BOTH,), processes={"GPU-a": {"20.1": True}, "GPU-b": {"20.1": False}})
+    found, memory = decide(seen, Remembered(), TIMEOUT_S, IDLE_S)
+    assert found == []
+    assert done(replace(seen, now_s=NOW_S + SETTLE_S), memory) == [Retire("gpu0-1")]
+
+
+def test_a_dead_executor_of_a_set_is_forgotten_on_each_of_its_devices() -> None:
+    running = on_both("a", State.RUNNING, proc="21.1")
+    found = done(at_both(running, workers=(SEES_BOTH,)))
+    assert codes(found) == [("executor_died", True)]
+    assert found[1:] == [Forget("GPU-a", "21.1"), Forget("GPU-b", "21.1")]
+
+
+def test_executors_of_a_set_and_those_of_a_device_live_side_by_side_in_its_book() -> None:
+    seen = at_both(attempt(), on_both("a", State.RUNNING), workers=(SEES_BOTH,))
+    assert seen.processes["GPU-a"] == {"10.1": False, "20.1": False}
+    assert done(seen) == []
+
+
+def test_a_dead_worker_that_nothing_calls_for_is_not_started_again() -> None:
+    assert done(at_both(workers=(Worker(SET, failures=1),))) == [Retire("gpu0-1")]
+
+
+def test_a_draining_node_starts_no_worker() -> None:
+    assert codes(done(at_both(on_both(), draining=True))) == [("node_draining", False)]
+
+
+def test_a_post_that_is_wanted_for_itself_is_filled_and_left_when_it_is_not_wanted_any_more() -> None:
+    model = Post("gpu0.llm", "gpu.n1.0.llm", (GPU,), pool="threads")
+    assert done(at_both(wanted=(model,))) == [Start(model)]
+
+    there = Worker(model, "m1", ready=True, executors=frozenset({"30.1"}))
+    assert done(at_both(workers=(there,), wanted=(model,))) == []
+    assert done(at_both(workers=(there,))) == [Retire("gpu0.llm")]
 
 
 STATES = st.sampled_from([State.PLACED, State.CLAIMED, State.RUNNING, State.FINISHING])
@@ -186,13 +329,14 @@ ATTEMPTS = st.lists(
 )
 WORKERS = st.builds(
     Worker,
+    post=st.just(POST),
     boot=st.sampled_from(["", "w1", "w2"]),
     ready=st.booleans(),
     executors=st.frozensets(st.sampled_from(["10.1", "11.1"])),
 )
 
 
-@given(ATTEMPTS, WORKERS, st.booleans(), st.booleans(), st.sampled_from([{}, {GPU: NOW_S - 20}]))
+@given(ATTEMPTS, WORKERS, st.booleans(), st.booleans(), st.sampled_from([{}, {QUEUE: NOW_S - 20}]))
 def test_no_attempt_is_lost_twice_and_none_is_left_with_a_dead_process(
     attempts: list[AttemptView], worker: Worker, draining: bool, doomed: bool, idle_since: dict[str, float]
 ) -> None:

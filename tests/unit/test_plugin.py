@@ -76,7 +76,9 @@ class TestPatience:
             pauses: list[float] = []
             monkeypatch.setattr(attempts_module.time, "sleep", pauses.append)
             waiting = list(errors)
-            side = Attempts(WorkerIdentity("n1", "GPU-a", 0, "b00t", "nobody"), Settings(), patience_s)
+            side = Attempts(
+                WorkerIdentity("n1", "gpu0", "gpu.n1.0", ("GPU-a",), "b00t", "nobody"), Settings(), patience_s
+            )
 
             def claim(*_: Any) -> ClaimAnswer:
                 if waiting:

@@ -29,12 +29,15 @@ MAX_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which device a worker serves, and for whom. ``boot`` is new at every start of the worker."""
+    """Which devices a worker serves, and for whom. ``boot`` is new at every start of the worker."""
 
     node: str
-    device: str
-    """UUID of the device."""
-    index: int
+    name: str
+    """What it is called in its node: "gpu0", and "gpu0-1" if it serves two devices together."""
+    queue: str
+    """The queue that the worker consumes."""
+    devices: tuple[str, ...]
+    """UUIDs of the devices, in the order in which CUDA is to count them."""
     boot: str
     agent: str
     """Address of the agent's socket; see `Listener`."""
@@ -42,22 +45,18 @@ class WorkerIdentity:
     @property
     def hostname(self) -> str:
         """The worker's Celery node name."""
-        return f"gpu{self.index}@{self.node}"
-
-    @property
-    def queue(self) -> str:
-        """The queue that the worker consumes."""
-        return f"gpu.{self.node}.{self.index}"
+        return f"{self.name}@{self.node}"
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that carry this identity, and show the worker its device only."""
+        """The environment variables that carry this identity, and show the worker its devices only."""
         return {
             "BRIM_NODE": self.node,
-            "BRIM_DEVICE": self.device,
-            "BRIM_DEVICE_INDEX": str(self.index),
+            "BRIM_WORKER": self.name,
+            "BRIM_QUEUE": self.queue,
+            "BRIM_DEVICE": ",".join(self.devices),
             "BRIM_BOOT": self.boot,
             "BRIM_AGENT_ADDRESS": self.agent,
-            "CUDA_VISIBLE_DEVICES": self.device,
+            "CUDA_VISIBLE_DEVICES": ",".join(self.devices),
         }
 
     @classmethod
@@ -66,8 +65,9 @@ class WorkerIdentity:
         try:
             return cls(
                 environment["BRIM_NODE"],
-                environment["BRIM_DEVICE"],
-                int(environment["BRIM_DEVICE_INDEX"]),
+                environment["BRIM_WORKER"],
+                environment["BRIM_QUEUE"],
+                tuple(environment["BRIM_DEVICE"].split(",")),
                 environment["BRIM_BOOT"],
                 environment["BRIM_AGENT_ADDRESS"],
             )

@@ -190,7 +190,7 @@ class BrimStep(bootsteps.StartStopStep):
     name: Any = "brim"
     requires: Any = ("celery.worker.consumer.tasks:Tasks",)
     attempts: Attempts
-    device: str
+    devices: tuple[str, ...]
 
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
@@ -212,23 +212,28 @@ class BrimStep(bootsteps.StartStopStep):
             self._timer = None
 
     def info(self, consumer: Any) -> dict[str, Any]:
-        """The device's entry of the availability table, for ``inspect stats`` and Flower's page of the worker."""
-        for device in self.attempts.store.devices():
-            if device.uuid == self.device:
-                return {
-                    "gpu": {
-                        "uuid": device.uuid,
-                        "model": device.model,
-                        "state": device.state,
-                        "total_mib": device.total_mib,
-                        "available_mib": device.available_mib,
-                        "committed_mib": device.committed_mib,
-                        "external_mib": device.external_mib,
-                        "executors": device.executors,
-                        "busy": device.busy,
-                    }
-                }
-        return {}
+        """Its devices in the availability table, for ``inspect stats`` and Flower's page of the worker.
+
+        The worker of one device shows that as ``gpu``, one of several a list of them as ``gpus``.
+        """
+        entries = [
+            {
+                "uuid": device.uuid,
+                "model": device.model,
+                "state": device.state,
+                "total_mib": device.total_mib,
+                "available_mib": device.available_mib,
+                "committed_mib": device.committed_mib,
+                "external_mib": device.external_mib,
+                "executors": device.executors,
+                "busy": device.busy,
+            }
+            for device in self.attempts.store.devices()
+            if device.uuid in self.devices
+        ]
+        if len(self.devices) > 1:
+            return {"gpus": entries}
+        return {"gpu": entries[0]} if entries else {}
 
     def _answering(self, consumer: Any, hook: Callable[..., None], message_at: int) -> Callable[..., None]:
         """A hook of Celery's for messages that no task can take, which tells the producer why (Celery does not)."""

@@ -104,7 +104,7 @@ def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
     sender.task_events = True
     sender.disable_rate_limits = True
     attempts = Attempts(identity, Settings.load(), MAIN_PATIENCE_S)
-    fields = {"attempts": attempts, "device": identity.device, "__module__": consumer.__name__}
+    fields = {"attempts": attempts, "devices": identity.devices, "__module__": consumer.__name__}
     sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
 
 

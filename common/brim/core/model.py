@@ -6,7 +6,7 @@ unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -129,7 +129,12 @@ class Device:
     @property
     def queue(self) -> str:
         """The Celery queue of this device's worker."""
-        return f"gpu.{self.node}.{self.index}"
+        return gpu_queue(self.node, (self.index,))
+
+
+def gpu_queue(node: str, indices: Iterable[int]) -> str:
+    """The Celery queue of the workers that see exactly these devices of a node: ``gpu.n1.0``, ``gpu.n1.0-3``."""
+    return f"gpu.{node}.{'-'.join(map(str, sorted(indices)))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,8 @@ class AttemptView:
     context_mib: int
     guard: str = "off"
     """Whether it is held to its reservation, as its profile says."""
+    queue: str = ""
+    """The broker list that its message was put into."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,25 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from brim.core.model import AttemptView, Reason, State
+from brim.core.posts import Post, Worker, for_sets
 
 SETTLE_S = 0.25
 """An executor to be replaced is left alone this long: it may still be telling its worker that its task ended."""
 
-REPLACED, NOT_STARTED = "executor_replaced", "not_started"
+REPLACED, NOT_STARTED, CANNOT_START = "executor_replaced", "not_started", "worker_cannot_start"
 DRAINING = Reason("node_draining", "the node is shutting down")
 
 STALLS = 2
 """So many messages that never arrive, one after the other, mean that the worker does not consume any more."""
 
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A device's worker as it is now; ``boot`` is empty while its process does not run."""
-
-    boot: str = ""
-    ready: bool = False
-    executors: frozenset[str] = frozenset()
-    """Pool processes that live."""
+STARTS = 3
+"""So many ends in a row soon after its start mean that a worker on demand cannot serve who calls for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +32,17 @@ class Sight:
 
     now_s: float
     workers: Mapping[str, Worker]
-    """By device."""
+    """By name."""
     attempts: Sequence[AttemptView]
     processes: Mapping[str, Mapping[str, bool]]
     """What the books list, per device: executor -> whether it is to be replaced."""
     causes: Mapping[str, str] = field(default_factory=dict)
     """How executors (by proc) and workers (by boot) ended, where that is known: "was killed by SIGKILL"."""
     consuming: frozenset[str] = frozenset()
-    """Devices whose worker has told of an end since the last look."""
+    """Queues whose workers have told of an end since the last look."""
     draining: bool = False
+    wanted: Sequence[Post] = ()
+    """Posts on demand that are desired whatever the attempts are; those of sets of devices follow from the attempts."""
 
     def ending(self, name: str) -> str:
         """How a process ended, as the end of a sentence."""
@@ -58,11 +54,13 @@ class Remembered:
     """What has to be remembered from one look to the next, times in server seconds."""
 
     idle_since: Mapping[str, float] = field(default_factory=dict)
-    """Device -> since when it has had an idle executor."""
+    """Queue -> since when a worker of it has had an idle executor."""
     doomed_since: Mapping[str, float] = field(default_factory=dict)
     """Executor -> since when it has been seen to be replaced."""
     stalls: Mapping[str, int] = field(default_factory=dict)
-    """Device -> how many messages in a row never arrived."""
+    """Queue -> how many messages in a row never arrived."""
+    uncalled_since: Mapping[str, float] = field(default_factory=dict)
+    """Worker on demand -> since when nothing has called for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,8 @@ class Lose:
 
     @property
     def counts(self) -> bool:
-        """Whether the loss counts towards the limit of its task."""
-        return self.begun and self.reason.code != REPLACED
+        """Whether the loss counts towards the limit of its task: nor may it call for a hopeless worker for ever."""
+        return self.reason.code == CANNOT_START or (self.begun and self.reason.code != REPLACED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,99 +101,170 @@ class Replace:
 class Restart:
     """End a worker that does not consume its queue; it is started again."""
 
-    device: str
+    worker: str
     reason: Reason
 
 
-Action = Lose | Forget | Replace | Restart
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a worker on demand."""
+
+    post: Post
 
 
-def decide(sight: Sight, memory: Remembered, start_timeout_s: float) -> tuple[list[Action], Remembered]:
-    """What to do about what is seen, in this order, and what to remember."""
-    idle_since = {device: memory.idle_since.get(device, sight.now_s) for device in _idle(sight)}
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Have a worker on demand end, which runs nothing; said again until it has."""
+
+    worker: str
+
+
+Action = Lose | Forget | Replace | Restart | Start | Retire
+
+
+def decide(
+    sight: Sight, memory: Remembered, start_timeout_s: float, set_idle_s: float = 0.0
+) -> tuple[list[Action], Remembered]:
+    """What to do about what is seen, in this order, and what to remember.
+
+    ``set_idle_s``: how long the worker of a set of devices stays when no attempt calls for it any more.
+    """
+    idle_since = {queue: memory.idle_since.get(queue, sight.now_s) for queue in _idle(sight)}
     doomed = {proc for book in sight.processes.values() for proc, doomed in book.items() if doomed}
     doomed_since = {proc: memory.doomed_since.get(proc, sight.now_s) for proc in doomed}
+    calls = [*sight.wanted, *for_sets(sight.attempts, sight.workers, set_idle_s)]
 
     losses = []
     for attempt in sight.attempts:
-        reason = _loss(attempt, sight, doomed) or _not_started(attempt, sight, idle_since, start_timeout_s)
+        reason = _loss(attempt, sight, doomed, calls) or _not_started(attempt, sight, idle_since, start_timeout_s)
         if reason is not None:
             losses.append(Lose(attempt, reason))
     settled = {proc for proc, since_s in doomed_since.items() if sight.now_s - since_s >= SETTLE_S}
     stalls = _stalls(sight, memory, losses)
-    actions = [*losses, *_clean(sight, settled, losses), *_restarts(stalls, start_timeout_s)]
-    return actions, Remembered(idle_since, doomed_since, stalls)
+    uncalled_since = _uncalled(sight, memory, calls)
+    kept = _kept(sight, losses)
+    actions = [
+        *losses,
+        *_clean(sight, settled, kept),
+        *_restarts(sight, stalls, start_timeout_s),
+        *_retire(sight, uncalled_since, settled, kept),
+        *(Start(post) for post in calls if post.name not in sight.workers and not sight.draining),
+    ]
+    return actions, Remembered(idle_since, doomed_since, stalls, uncalled_since)
+
+
+def _serving(sight: Sight, queue: str) -> Iterator[Worker]:
+    """The workers that take messages from a queue, or will once they are ready."""
+    return (worker for worker in sight.workers.values() if worker.post.queue == queue and not worker.ending)
 
 
 def _idle(sight: Sight) -> Iterator[str]:
-    """Devices with an executor that could begin a task now."""
-    bound = {(device, attempt.proc) for attempt in sight.attempts for device in attempt.devices}
-    for device, worker in sight.workers.items():
-        doomed = sight.processes.get(device, {})
-        usable = (proc for proc in worker.executors if (device, proc) not in bound and not doomed.get(proc, False))
-        if worker.ready and any(usable):
-            yield device
+    """Queues whose workers have an executor that could begin a task now."""
+    bound = {attempt.proc for attempt in sight.attempts}
+    doomed = {proc for book in sight.processes.values() for proc, doomed in book.items() if doomed}
+    for worker in sight.workers.values():
+        if worker.ready and not worker.ending and worker.executors - bound - doomed:
+            yield worker.post.queue
 
 
-def _loss(attempt: AttemptView, sight: Sight, doomed: set[str]) -> Reason | None:
+def _loss(attempt: AttemptView, sight: Sight, doomed: set[str], calls: Iterable[Post]) -> Reason | None:
     """How this attempt is lost already, if it is."""
-    device = attempt.devices[0]
-    worker = sight.workers.get(device, Worker())
-    if attempt.boot and attempt.boot != worker.boot:
-        return Reason("worker_died", f"the worker of {device} {sight.ending(attempt.boot)}")
-    if attempt.proc and attempt.proc not in worker.executors:
-        return Reason("executor_died", f"executor {attempt.proc} {sight.ending(attempt.proc)}")
-    if attempt.proc in doomed:
-        # Its bind was refused: an attempt is bound to an executor to be replaced in no other way.
-        return Reason(REPLACED, f"executor {attempt.proc} is being replaced to get its leftover memory back")
-    if attempt.boot or worker.ready:
+    if attempt.boot:
+        worker = next((worker for worker in sight.workers.values() if worker.boot == attempt.boot), None)
+        if worker is None:
+            return Reason("worker_died", f"the worker of {attempt.queue} {sight.ending(attempt.boot)}")
+        if attempt.proc and attempt.proc not in worker.executors:
+            return Reason("executor_died", f"executor {attempt.proc} {sight.ending(attempt.proc)}")
+        if attempt.proc in doomed:
+            # Its bind was refused: an attempt is bound to an executor to be replaced in no other way.
+            return Reason(REPLACED, f"executor {attempt.proc} is being replaced to get its leftover memory back")
         return None
-    return Reason("worker_down", f"the worker of {device} is not ready")
+    serving = list(_serving(sight, attempt.queue))
+    if any(worker.ready for worker in serving):
+        return None
+    if any(post.queue == attempt.queue for post in calls):
+        failed = max(serving, key=lambda worker: worker.failures, default=None)
+        if failed is None or failed.failures < STARTS:
+            return None
+        message = (
+            f"its worker {failed.post.name} ended {failed.failures} times soon after its start: it {failed.trouble}"
+        )
+        return Reason(CANNOT_START, message)
+    return Reason("worker_down", f"the worker of {attempt.queue} is not ready")
 
 
 def _not_started(
     attempt: AttemptView, sight: Sight, idle_since: Mapping[str, float], start_timeout_s: float
 ) -> Reason | None:
     """Why an attempt that is not bound to an executor is not waited for any longer, if so."""
-    device = attempt.devices[0]
+    queue = attempt.queue
     if attempt.proc:
         return None
     if sight.draining and attempt.state is not State.FINISHING:  # the worker itself answers that one
         return DRAINING
-    if device not in idle_since or sight.now_s - max(attempt.placed_s, idle_since[device]) < start_timeout_s:
+    if queue not in idle_since or sight.now_s - max(attempt.placed_s, idle_since[queue]) < start_timeout_s:
         return None
     progress = "taken but not begun" if attempt.boot else "not taken"
-    message = f"{progress} for {start_timeout_s:g} s by the worker of {device}, though it has an idle executor"
+    message = f"{progress} for {start_timeout_s:g} s by the worker of {queue}, though it has an idle executor"
     return Reason(NOT_STARTED, message)
 
 
-def _clean(sight: Sight, settled: set[str], losses: Iterable[Lose]) -> Iterator[Forget | Replace]:
-    """Which executors to take out of the books, and which to end."""
+def _kept(sight: Sight, losses: Iterable[Lose]) -> list[AttemptView]:
+    """The attempts that go on."""
     lost = {loss.attempt.attempt for loss in losses}
-    in_use = {attempt.proc for attempt in sight.attempts if attempt.attempt not in lost}
+    return [attempt for attempt in sight.attempts if attempt.attempt not in lost]
+
+
+def _clean(sight: Sight, settled: set[str], kept: Iterable[AttemptView]) -> Iterator[Forget | Replace]:
+    """Which executors to take out of the books, and which to end; a worker on demand ends as a whole."""
+    in_use = {attempt.proc for attempt in kept}
+    standing = {proc for worker in sight.workers.values() if worker.post.standing for proc in worker.executors}
     for device, book in sight.processes.items():
-        living = sight.workers.get(device, Worker()).executors
+        workers = [worker for worker in sight.workers.values() if device in worker.post.devices]
+        living = frozenset[str]().union(*(worker.executors for worker in workers))
         for proc in book:
             if proc not in living:
                 yield Forget(device, proc)
-            elif proc in settled and proc not in in_use:
+            elif proc in settled and proc in standing and proc not in in_use:
                 yield Replace(device, proc)
 
 
 def _stalls(sight: Sight, memory: Remembered, losses: Iterable[Lose]) -> dict[str, int]:
-    """Messages in a row that never arrived, per device; one that its worker took begins the count anew."""
-    consuming = sight.consuming | {attempt.devices[0] for attempt in sight.attempts if attempt.boot}
-    ready = {device for device, worker in sight.workers.items() if worker.ready}
-    stalls = {device: count for device, count in memory.stalls.items() if device in ready - consuming}
+    """Messages in a row that never arrived, per queue; one that a worker took begins the count anew."""
+    consuming = sight.consuming | {attempt.queue for attempt in sight.attempts if attempt.boot}
+    ready = {worker.post.queue for worker in sight.workers.values() if worker.ready}
+    stalls = {queue: count for queue, count in memory.stalls.items() if queue in ready - consuming}
     for loss in losses:
-        device = loss.attempt.devices[0]
-        if loss.reason.code == NOT_STARTED and device not in consuming:
-            stalls[device] = stalls.get(device, 0) + 1
+        queue = loss.attempt.queue
+        if loss.reason.code == NOT_STARTED and queue not in consuming:
+            stalls[queue] = stalls.get(queue, 0) + 1
     return stalls
 
 
-def _restarts(stalls: Mapping[str, int], start_timeout_s: float) -> Iterator[Restart]:
-    for device, count in stalls.items():
+def _restarts(sight: Sight, stalls: Mapping[str, int], start_timeout_s: float) -> Iterator[Restart]:
+    for queue, count in stalls.items():
         if count >= STALLS:
             message = f"{count} messages in a row have not been taken for {start_timeout_s:g} s"
-            yield Restart(device, Reason("worker_stalled", message))
+            for worker in _serving(sight, queue):
+                yield Restart(worker.post.name, Reason("worker_stalled", message))
+
+
+def _uncalled(sight: Sight, memory: Remembered, calls: Iterable[Post]) -> dict[str, float]:
+    """Since when nothing has called for workers on demand."""
+    called = {post.name for post in calls}
+    idle = (name for name, worker in sight.workers.items() if not worker.post.standing and name not in called)
+    return {name: memory.uncalled_since.get(name, sight.now_s) for name in idle}
+
+
+def _retire(
+    sight: Sight, uncalled_since: Mapping[str, float], settled: set[str], kept: Iterable[AttemptView]
+) -> Iterator[Retire]:
+    """Workers on demand that run nothing and are not called for, or whose leftover is wanted back."""
+    in_use = {attempt.boot for attempt in kept if attempt.boot}
+    for name, worker in sight.workers.items():
+        if worker.post.standing or worker.boot in in_use:
+            continue
+        since_s = uncalled_since.get(name)
+        over = since_s is not None and (not worker.boot or sight.now_s - since_s >= worker.post.linger_s)
+        if worker.ending or over or worker.executors & settled:
+            yield Retire(name)

@@ -12,6 +12,9 @@ from .base import Base
 from .codec import dump, guard_of, seconds
 from .types import MemoryReport, NodeRegistration
 
+VIEWED = ("attempt", "state", "boot", "devices", "placed_ms", "claimed_ms", "lane", "context_mib", "estimate", "queue")
+"""Fields of a record that an `AttemptView` shows."""
+
 
 class NodeSide(Base):
     """What a node's agent says; a refusal means that another boot has taken over or the node was declared lost."""
@@ -130,13 +133,12 @@ class NodeSide(Base):
         return self._views(bound), processes
 
     def _views(self, bound: dict[str, tuple[str, str, int]]) -> list[AttemptView]:
-        fields = ("attempt", "state", "boot", "devices", "placed_ms", "claimed_ms", "lane", "context_mib", "estimate")
         pipeline = self.client.pipeline(transaction=False)
         for task_id, _, _ in bound.values():
-            pipeline.hmget(self.keys.task(task_id), *fields)
+            pipeline.hmget(self.keys.task(task_id), *VIEWED)
         views = []
         for (attempt, (task_id, proc, vram)), record in zip(bound.items(), pipeline.execute(), strict=True):
-            owner, state, boot, devices, placed, claimed, lane, context, estimate = record
+            owner, state, boot, devices, placed, claimed, lane, context, estimate, queue = record
             if owner is None or owner.decode() != attempt:
                 continue  # ended between the two reads
             views.append(
@@ -153,6 +155,7 @@ class NodeSide(Base):
                     lane.decode(),
                     int(context or 0),
                     guard_of(estimate),
+                    (queue or b"").decode(),
                 )
             )
         return views

@@ -14,14 +14,16 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from celery import Celery
 
 from brim.celery.agent_link import Event, Listener
 from brim.celery.attempts import place_again_with_more
 from brim.celery.plugin import registration
-from brim.core.model import AttemptView, Reason
-from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Sight, decide
+from brim.core.model import AttemptView, Reason, gpu_queue
+from brim.core.oversight import Action, Forget, Lose, Remembered, Replace, Restart, Retire, Sight, Start, decide
+from brim.core.posts import Post, Worker
 from brim.gpu.guard import Excess, excesses
 from brim.gpu.probe import DeviceInfo, Probe, open_probe
 from brim.gpu.sampling import Peaks, next_interval_s
@@ -102,7 +104,7 @@ class Agent:
         self.watch.also(self.listener)
         self.watch.also(bell)
         self.supervisor = Supervisor(settings.agent.log_folder)
-        self.workers = Workers(self.supervisor, settings, app_name, self.watch)
+        self.workers = Workers(self.supervisor, settings, app_name, node, self.listener.address, self.watch)
         self.metrics = AgentMetrics()
         self._registered = False
         self._remembered = Remembered()
@@ -144,7 +146,15 @@ class Agent:
 
         patiently(settle_the_past, self.settings.redis.url, self.bell.event)
         if not self.bell.event.is_set():
-            self.workers.start(self.devices, self.presence.name, self.listener.address)
+            self.workers.start_all(self._standing())
+
+    def _standing(self) -> list[Post]:
+        """The posts of this node that do not depend on demand: one for each device."""
+        executors = self.settings.agent.executors_per_gpu
+        node = self.presence.name
+        return [
+            Post(f"gpu{d.index}", gpu_queue(node, [d.index]), (d.uuid,), executors, standing=True) for d in self.devices
+        ]
 
     def _start_over(self) -> None:
         """The store has given this node's attempts to others: end them here before anything new begins."""
@@ -199,14 +209,13 @@ class Agent:
             worker = self.workers.of_boot(notice.boot)
             if worker is None:
                 continue
-            uuid = worker.device.uuid
             if notice.event is Event.READY:
                 worker.said_ready = True
                 log.info("%s: worker is ready", worker.identity.hostname)
             elif notice.event is Event.EXECUTOR:
-                self.watch.add(uuid, notice.proc)
+                self.watch.add(worker.post.name, notice.proc)
             else:
-                self._consuming.add(uuid)
+                self._consuming.add(worker.post.queue)
 
     def _step(self) -> None:
         """Register, or look; through an outage of Redis."""
@@ -245,12 +254,12 @@ class Agent:
             self.presence.renew(draining=draining)
             self._renewed_at = time.monotonic()
         changed, self._changed = self._changed, False
-        workers = self.workers.seen()
-        self.presence.show({uuid: self._state(uuid, worker.ready) for uuid, worker in workers.items()})
-        attempts, processes = self.store.books(self.presence.uuids)
+        self.presence.show({worker.post.devices[0]: self._state(worker) for worker in self._standing_workers()})
+        attempts, processes = self._books()
         for attempt in attempts:
-            if attempt.proc:
-                self.watch.add(attempt.devices[0], attempt.proc)
+            owner = self.workers.of_boot(attempt.boot)
+            if attempt.proc and owner is not None:
+                self.watch.add(owner.post.name, attempt.proc)
         sight = Sight(
             self.store.server_ms() / 1000,
             self.workers.seen(),
@@ -261,7 +270,8 @@ class Agent:
             draining,
         )
         self._consuming.clear()
-        actions, self._remembered = decide(sight, self._remembered, self.settings.placement.start_timeout_s)
+        timeout_s, idle_s = self.settings.placement.start_timeout_s, self.settings.agent.set_idle_s
+        actions, self._remembered = decide(sight, self._remembered, timeout_s, idle_s)
         for action in actions:
             self._carry_out(action)
         self._forget_endings(sight)
@@ -274,7 +284,11 @@ class Agent:
 
     def _report(self, attempts: Sequence[AttemptView], *, begun: bool) -> None:
         """Report memory, and these attempts' peaks; again soon if it moves, or is about to (``begun``)."""
-        executors = {uuid: worker.executors for uuid, worker in self.workers.seen().items()}
+        seen = self.workers.seen().values()
+        executors = {
+            uuid: frozenset[str]().union(*(worker.executors for worker in seen if uuid in worker.post.devices))
+            for uuid in self.presence.uuids
+        }
         with self.metrics.report_seconds.time():
             moving = self.presence.report(executors) or begun
         raised = self._peaks.observe(attempts, self.presence.samples)
@@ -303,10 +317,19 @@ class Agent:
             self._settle(attempt, excess.reason, counts=True)
         self.watch.kill(attempt.proc)
 
-    def _state(self, uuid: str, ready: bool) -> str:
+    def _books(self) -> tuple[list[AttemptView], dict[str, dict[str, bool]]]:
+        """The attempts and processes of this node's devices; attempts name their queues as Celery does."""
+        attempts, processes = self.store.books(self.presence.uuids)
+        prefix = self.settings.broker.global_keyprefix
+        return [replace(view, queue=view.queue.removeprefix(prefix)) for view in attempts], processes
+
+    def _standing_workers(self) -> list[Worker]:
+        return [worker for worker in self.workers.seen().values() if worker.post.standing]
+
+    def _state(self, worker: Worker) -> str:
         if self._draining_since is not None:
             return "draining"
-        return "up" if ready and uuid not in self.presence.faults else "quarantined"
+        return "up" if worker.ready and worker.post.devices[0] not in self.presence.faults else "quarantined"
 
     # -- setting things right --------------------------------------------------------------------------------
 
@@ -319,10 +342,14 @@ class Agent:
             case Replace(device, proc):
                 log.info("device %s: executor %s is replaced to get its leftover memory back", device, proc)
                 self.watch.kill(proc)
-            case Restart(device, reason):
-                log.warning("device %s: its worker is started anew: %s", device, reason)
+            case Restart(worker, reason):
+                log.warning("worker %s is started anew: %s", worker, reason)
                 self.metrics.restarts.inc()
-                self.workers.kill(device)
+                self.workers.kill(worker)
+            case Start(post):
+                self.workers.start(post)
+            case Retire(worker):
+                self.workers.retire(worker)
 
     def _settle_predecessors(self, attempt: AttemptView, reason: Reason) -> None:
         self._settle(attempt, reason, counts=bool(attempt.proc))

@@ -28,13 +28,13 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    device: str
+    worker: str
     proc: str
     handle: int
 
 
 class Watch:
-    """Processes by name ("<pid>.<start ticks>"), each serving a device, from `add` until they end."""
+    """Processes by name ("<pid>.<start ticks>"), each of a worker, from `add` until they end."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -46,7 +46,7 @@ class Watch:
         """Have `wait` return when this is readable, too."""
         self._selector.register(source.fileno(), selectors.EVENT_READ)
 
-    def add(self, device: str, proc: str) -> None:
+    def add(self, worker: str, proc: str) -> None:
         """Watch a process, unless it is watched already or gone."""
         if proc in self._living or proc in self.endings:
             return
@@ -58,12 +58,12 @@ class Watch:
         if not is_alive(proc):  # only now: the handle may be that of a later process of this pid
             os.close(handle)
             return
-        self._living[proc] = _Watched(device, proc, handle)
+        self._living[proc] = _Watched(worker, proc, handle)
         self._selector.register(handle, selectors.EVENT_READ, proc)
 
-    def living(self, device: str) -> frozenset[str]:
-        """The watched processes of a device that have not ended."""
-        return frozenset(watched.proc for watched in self._living.values() if watched.device == device)
+    def living(self, worker: str) -> frozenset[str]:
+        """The watched processes of a worker that have not ended."""
+        return frozenset(watched.proc for watched in self._living.values() if watched.worker == worker)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a process ends or another source is readable; whether that was so."""

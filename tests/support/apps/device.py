@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import brim
 from brim.gpu import simulated
 from support.celery_app import configure
 
+if os.environ.get("BRIM_TEST_NO_SETS") and "," in os.environ.get("BRIM_DEVICE", ""):
+    raise SystemExit("this app does not start where it sees several devices")
+
 app = configure(Celery("device", set_as_current=False))
 brim.install(app)
 
 
 @app.task(name="device.hold", bind=True, shared=False)
 def hold(self: Task[Any, Any], *, mib: int = 500, until: str = "", seconds: float = 60.0) -> dict[str, Any]:
-    """Hold memory until the file ``until`` exists, or for some seconds; tells who ran it."""
+    """Hold memory on each device until the file ``until`` exists, or for some seconds; tells who ran it."""
     deadline = time.monotonic() + seconds
-    with simulated.allocate(mib):
+    with ExitStack() as held:
+        for uuid in simulated.visible():
+            held.enter_context(simulated.allocate(mib, uuid))
         while time.monotonic() < deadline and not (until and Path(until).exists()):
             time.sleep(0.02)
     return {"pid": os.getpid(), "device": os.environ["BRIM_DEVICE"], "attempt": self.request.brim["attempt"]}

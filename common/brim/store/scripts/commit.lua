@@ -47,7 +47,8 @@ for i, book in ipairs(books) do
   show(book, KEYS[8], KEYS[6], KEYS[7])
 end
 redis.call('ZREM', KEYS[5], id)
-redis.call('HSET', record, 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8], 'placed_ms', integer(now))
+redis.call('HSET', record, 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8], 'queue', KEYS[9],
+  'placed_ms', integer(now))
 redis.call('HDEL', record, 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher',
   'peak_mib', 'sampled_mib')
 redis.call('HINCRBY', record, 'attempts', 1)

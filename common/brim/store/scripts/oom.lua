@@ -23,7 +23,7 @@ for _, book in ipairs(books) do
   release(book, attempt, nil, tonumber(ARGV[6]), now)
   show(book, KEYS[6], KEYS[4], KEYS[5])
 end
-redis.call('HDEL', record, 'attempt', 'devices', 'node', 'boot', 'proc')
+redis.call('HDEL', record, 'attempt', 'devices', 'node', 'queue', 'boot', 'proc')
 redis.call('HSET', record, 'reason', ARGV[7], 'lane', ARGV[4], 'demand', ARGV[5])
 redis.call('HINCRBY', record, 'losses', 1)
 move(record, KEYS[3], state, 'waiting')
