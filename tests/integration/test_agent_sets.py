@@ -108,8 +108,10 @@ def test_a_set_that_is_ended_with_its_agent_leaves_nothing_and_its_task_goes_on(
     agent.process.wait()
     wait_until(lambda: not bench.processes(), what="no process of the agent's is left")
 
-    bench.serve()
+    successor = bench.start()
+    bench.wait_for(task_id, State.WAITING, timeout_s=STARTING_S)
     assert reasons(bench, task_id) == ["agent_died"]
+    wait_until(lambda: bench.up(successor), what="the next agent's devices are up", timeout_s=STARTING_S)
     (tmp_path / "go").touch()
     bench.place(task_id, 0, 2)
     bench.wait_for(task_id, State.SUCCEEDED, timeout_s=STARTING_S)
