@@ -14,15 +14,18 @@ import numpy as np
 
 from brim.core.model import Demand
 from brim.core.placement.cluster import Cluster, Shape, Site
-from brim.core.placement.fit import UP, milli
+from brim.core.placement.fit import milli
 from brim.core.placement.mix import Mix
-from brim.core.placement.outlook import Form, Ints, Kind, look
+from brim.core.placement.outlook import Bools, Form, Ints, look
 from brim.core.placement.policy import Policy
 from brim.core.placement.rooms import CPU_GRAIN, Classes, Reading, Rooms
 from brim.core.placement.trial import NONE, NOWHERE, Scores, Trial
 
 REMEMBERED = 20_000
 """Columns kept by what is free at a site; when there are more, all are forgotten."""
+
+LOGGED = 100_000
+"""Rewritten columns that are remembered for classes that wait; when there are more, all classes are tried again."""
 
 LOOK_EVERY = 100
 """After so many observations the mix is compared with the one that the scores rest on."""
@@ -69,6 +72,11 @@ class Board:
         self._views: dict[str, Site] = {}
         self._rows: dict[tuple[Demand, str], int] = {}
         self._classes: list[tuple[Demand, str]] = []
+        self._era = 0
+        self._log: list[int] = []
+        """Places of the columns that were rewritten in this era, in order."""
+        self._recent: dict[int, tuple[list[int], list[bool]]] = {}
+        """Entries of the log from a number on, each once, and which classes fit at one of them."""
         self._start()
 
     # -- asking ------------------------------------------------------------------------------------------------
@@ -90,6 +98,8 @@ class Board:
         """Take over what has changed in the cluster, in the views, and in the mix if it has drifted."""
         if self._names is not self.cluster.order() or self._known != len(self.cluster.tasksets) or self._drifted():
             self._start()
+        if len(self._log) > LOGGED:
+            self._forget()
         while self._changed:
             name = self._changed.pop()
             if name in self._places and not self._read(name):
@@ -103,19 +113,33 @@ class Board:
             self._views[name] = view
         self._changed.add(name)
 
-    def open(self, row: int) -> bool:
-        """Whether the class may fit somewhere; False is certain."""
-        return bool(self._open[row])
+    def moment(self) -> tuple[int, int]:
+        """How far the board has come; for `woken`."""
+        return self._era, len(self._log)
+
+    def woken(self, row: int, ram_mib: int, since: tuple[int, int]) -> bool:
+        """Whether a class that fitted nowhere at an earlier moment may fit since; False is certain."""
+        era, number = since
+        if era != self._era:
+            return True
+        if number == len(self._log):
+            return False
+        if number not in self._recent:
+            changed = list(dict.fromkeys(self._log[number:]))
+            somewhere: Bools = np.logical_or.reduce(self._scores[:, changed] >= NONE, axis=1)
+            self._recent[number] = changed, somewhere.tolist()
+        places, fits = self._recent[number]
+        if not fits[row] or not ram_mib:
+            return fits[row]
+        return any([self._scores[row, place] >= NONE and ram_mib <= self._ram[place] for place in places])
 
     def best(self, row: int, ram_mib: int = 0) -> Spot | None:
         """The best place for the class as things stood at the last `refresh`; None if it fits nowhere."""
-        if not self._names or not self._open[row]:
+        if not self._names:
             return None
         line = self._scores[row]
         place = int(line.argmax())
         if line[place] < NONE:
-            self._open[row] = False
-            self._closed = True
             return None
         if ram_mib and ram_mib > self._ram[place]:
             line = np.where(self._ram >= ram_mib, line, NOWHERE)
@@ -144,17 +168,6 @@ class Board:
             return None
         positions = sorted(reading.order[at] for at in trial.places(0, int(first[0])))
         return Spot(site.name, tuple(positions), int(scores[0]))
-
-    def idle(self, demand: Demand, task: str) -> bool:
-        """Whether a device that takes the task has an idle executor, promised or not, whatever its memory."""
-        return any(
-            device.busy < device.executors
-            and device.state == UP
-            and self.cluster.runs(device, task)
-            and Kind(device.model, site.shape.labels, device.tasks).suits(demand)
-            for site in self.cluster
-            for device in site.devices
-        )
 
     def trial(self, row: int, site: Site) -> tuple[Trial, Reading]:
         """All candidates of the class at one site, be it as it is, veiled or imagined; memory and executors alone."""
@@ -190,12 +203,17 @@ class Board:
         self._ram = np.zeros(number, dtype=np.int64)
         rows = 1 << max(4, len(self._classes).bit_length())
         self._scores = np.full((rows, number), NOWHERE, dtype=np.int32)
-        self._open = np.ones(rows, dtype=bool)
-        self._closed = False
         self._group()
         self._changed.clear()
         for name in self._names:
             self._read(name)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin a new era."""
+        self._era += 1
+        self._log.clear()
+        self._recent.clear()
 
     def _site(self, name: str) -> Site:
         return self._views.get(name) or self.cluster[name]
@@ -239,9 +257,8 @@ class Board:
         if reading.cpu < self._most_cpu:
             scores = np.where(self._cpu <= reading.cpu, scores, NOWHERE)
         self._scores[:rows, place] = scores
-        if self._closed:
-            self._open[:rows] |= scores > NONE
-            self._closed = not self._open.all()
+        self._log.append(place)
+        self._recent.clear()
         return True
 
     def _compute(self, site: Site, reading: Reading, form: Form) -> _Column:
@@ -275,14 +292,12 @@ class Board:
         self._group()
         if row == len(self._scores):
             self._scores = np.concatenate([self._scores, np.full_like(self._scores, NOWHERE)])
-            self._open = np.concatenate([self._open, np.ones_like(self._open)])
         if self._names:
             runs = key[0].gpus > 1
             trial = Trial(self._tabulate([row]), self._everywhere(apart=runs), self.outlook, runs=runs)
             scores, _ = trial.best(self.policy.rate(trial))
             cpu = np.array([reading.cpu for reading in self._readings])
             self._scores[row] = np.where(self._cpu[row] <= cpu, scores, NOWHERE)
-        self._open[row] = True
         return row
 
     def _everywhere(self, *, apart: bool) -> Rooms:

@@ -20,8 +20,8 @@ from brim.core.placement.policy import Policy
 from brim.core.placement.promise import Beside, Promise
 from brim.core.placement.survey import Survey
 
-RENEWED = 4
-"""Reasons of lanes that waited before that are worked out anew in each plan, the oldest first."""
+LOOKED_AT = 10_000
+"""Devices that a plan may look at to work reasons out anew: those of a few lanes, or of one if there are more."""
 
 PROMISED_SHARE = 0.06
 """Promises for each node, where their number is not set."""
@@ -134,6 +134,27 @@ class Planner:
         )
 
 
+@dataclass(slots=True)
+class _Veil:
+    """What the boards' view of a promised node was made from."""
+
+    promise: Promise
+    site: Site
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is remembered about a lane."""
+
+    demand: Demand
+    row: int
+    tried: dict[Board, tuple[int, int]] = field(default_factory=dict)
+    """When it fitted nowhere, by board."""
+    reason: Reason | None = None
+    hopeless: tuple[int, int] | None = None
+    """Version of the survey and of promised nodes with which there was nothing to promise it."""
+
+
 class _Memory:
     """What a planner remembers about one cluster: scores, what stands in the way, and reasons given lately."""
 
@@ -146,11 +167,26 @@ class _Memory:
             if planner.settings.ahead
             else None
         )
+        self.boards = [board for board in (self.board, self.behind) if board is not None]
         self.survey = Survey(cluster)
-        self.reasons: dict[str, tuple[str, Reason]] = {}
-        """Lane → (head, reason), the longest known first."""
-        self.veils: dict[str, tuple[Promise | None, Site | None]] = {}
-        """Node → the promise and the site from which the boards' view of it was made."""
+        self.lanes: dict[str, _Known] = {}
+        """By key, those whose reasons have been known for the longest first."""
+        self.veils: dict[str, _Veil] = {}
+        """By node."""
+        self.veilings = 0
+        """Changes whenever other nodes are promised than before."""
+        self.vain: dict[tuple[str, bool], Site] = {}
+        """Task, and whether behind busy executors → its promised site, where it did not fit when it was tried last."""
+
+    def known(self, lane: Lane) -> _Known:
+        """What is remembered about this lane."""
+        known = self.lanes.get(lane.key)
+        if known is None or (known.demand is not lane.demand and known.demand != lane.demand):
+            row = self.board.row(lane.demand, lane.task)
+            if self.behind is not None:
+                self.behind.row(lane.demand, lane.task)
+            known = self.lanes[lane.key] = _Known(lane.demand, row)
+        return known
 
 
 class _Pass:
@@ -164,24 +200,61 @@ class _Pass:
         self.lanes = lanes
         self.now_s = now_s
         self.plan = Plan()
-        self.blocked: list[tuple[Lane, Waiting]] = []
+        self.blocked: list[tuple[float, str, int]] = []
+        """(score, lane, place in it) of heads that cannot start, in the order of their turns."""
+        self.asleep: list[tuple[float, str, int]] = []
+        """Likewise, of those that need not be tried because nothing has changed for them; a heap."""
         self.most_promises = settings.promises_for(len(memory.cluster.order()))
 
     def run(self, promises: Mapping[str, Promise], *, reasons: bool) -> Plan:
         self._keep(promises)
-        heads = [(lane.waiting[0].score, key, 0) for key, lane in self.lanes.items() if lane.waiting]
+        for board in self.memory.boards:
+            board.refresh()
+        heads: list[tuple[float, str, int]] = []
+        for key, lane in self.lanes.items():
+            if lane.waiting:
+                (heads if self._awake(lane) else self.asleep).append((lane.waiting[0].score, key, 0))
         heapq.heapify(heads)
-        while heads:
-            _, key, position = heapq.heappop(heads)
-            lane = self.lanes[key]
+        heapq.heapify(self.asleep)
+        while True:
+            if self.asleep and self._free() > 0 and (not heads or self.asleep[0] < heads[0]):
+                self._block(*heapq.heappop(self.asleep))
+                continue
+            if not heads:
+                break
+            score, key, position = heapq.heappop(heads)
+            lane, free = self.lanes[key], self._free()
+            if self.plan.placements and not position and not self._awake(lane):
+                self._block(score, key, position)
+                continue
             if not self._start(lane, lane.waiting[position]):
-                self._block(lane, lane.waiting[position])
-            elif position + 1 < len(lane.waiting):
+                self._block(score, key, position)
+                continue
+            if position + 1 < len(lane.waiting):
                 heapq.heappush(heads, (lane.waiting[position + 1].score, key, position + 1))
+            if self._free() > free:
+                self._pass_on()
         if reasons:
             self._explain()
         self.cluster.undo(len(self.plan.placements))
         return self.plan
+
+    def _awake(self, lane: Lane) -> bool:
+        """Whether the head may start, as far as the boards tell at once; False is certain."""
+        known = self.memory.lanes.get(lane.key)
+        if known is None or known.demand is not lane.demand:
+            known = self.memory.known(lane)
+        for board in self.memory.boards:
+            tried = known.tried.get(board)
+            if tried is None or board.woken(known.row, known.demand.ram_mib, tried):
+                return True
+            known.tried[board] = board.moment()
+        task_id = lane.waiting[0].task_id
+        own = self.plan.promises.get(task_id)
+        if own is None:
+            return False
+        site = self.cluster.site(own.node)
+        return any([self.memory.vain.get((task_id, bool(board.ahead))) is not site for board in self.memory.boards])
 
     # -- promises kept -----------------------------------------------------------------------------------------
 
@@ -190,36 +263,46 @@ class _Pass:
 
         Tasks of a lane are alike, so one overtaken inside its lane leaves its promise to the head.
         """
+        kept: dict[str, Promise] = {}
         for task_id, promise in promises.items():
             lane = self.lanes.get(promise.lane)
             if lane is None or not any(waiting.task_id == task_id for waiting in lane.waiting):
                 continue
-            if promise.node in self.cluster and promise.holds(self.cluster[promise.node]):
-                self.plan.promises[lane.waiting[0].task_id] = promise
-        for node in self.memory.veils.keys() | {promise.node for promise in self.plan.promises.values()}:
-            self._veil(node)
+            site = self.cluster.site(promise.node)
+            veil = self.memory.veils.get(promise.node)
+            same = veil is not None and veil.promise is promise and veil.site is site
+            if same or (site is not None and promise.holds(site)):
+                kept[promise.node] = self.plan.promises[lane.waiting[0].task_id] = promise
+        for node in self.memory.veils.keys() | kept.keys():
+            self._veil(node, kept.get(node))
+        vain = self.memory.vain
+        for gone in [tried for tried in vain if tried[0] not in self.plan.promises]:
+            del vain[gone]
 
-    def _veil(self, node: str) -> None:
-        """Let the boards see of a node what its promise leaves to others."""
-        promise = next((promise for promise in self.plan.promises.values() if promise.node == node), None)
-        site = self.cluster.site(node)
-        seen = self.memory.veils.pop(node, (None, None))
-        if promise is not None:
-            self.memory.veils[node] = promise, site
-        if seen[0] is promise and seen[1] is site:
+    def _veil(self, node: str, promise: Promise | None) -> None:
+        """Let the boards see of a node what this promise leaves to others."""
+        site, seen = self.cluster.site(node), self.memory.veils.get(node)
+        view = None
+        if promise is None or site is None:
+            self.memory.veilings += self.memory.veils.pop(node, None) is not None
+        elif seen is not None and seen.promise is promise and seen.site is site:
             return
-        view = None if promise is None or site is None else promise.view(site)
-        self.board.veil(node, view)
-        if self.memory.behind is not None:
-            self.memory.behind.veil(node, view)
+        else:
+            self.memory.veilings += seen is None
+            self.memory.veils[node] = _Veil(promise, site)
+            view = promise.view(site)
+        for board in self.memory.boards:
+            board.veil(node, view)
 
     # -- starting ----------------------------------------------------------------------------------------------
 
     def _start(self, lane: Lane, head: Waiting) -> bool:
         """Place the task at once, or behind busy executors if no eligible device has an idle one."""
-        spot, behind = self._spot(self.board, lane, head), False
-        if spot is None and self.memory.behind is not None and not self.board.idle(lane.demand, lane.task):
-            spot, behind = self._spot(self.memory.behind, lane, head), True
+        memory = self.memory
+        known = memory.known(lane)
+        spot, behind = self._spot(self.board, known, lane, head), False
+        if spot is None and memory.behind is not None and not memory.survey.idle(lane.demand, lane.task):
+            spot, behind = self._spot(memory.behind, known, lane, head), True
         if spot is None:
             return False
         site = self.cluster[spot.node]
@@ -227,79 +310,112 @@ class _Pass:
         kept = self.plan.promises.pop(head.task_id, None)
         self.cluster.hold(spot.node, spot.positions, lane.demand)
         self.plan.placements.append(Placement(head.task_id, lane.key, spot.node, devices, lane.demand, behind))
-        for task_id, promise in self.plan.promises.items():
-            if promise.node == spot.node:
-                self.plan.promises[task_id] = promise.joined(Beside(head.task_id, devices, lane.demand))
-                self._veil(spot.node)
+        if spot.node in memory.veils:
+            for task_id, promise in self.plan.promises.items():
+                if promise.node == spot.node:
+                    joined = promise.joined(Beside(head.task_id, devices, lane.demand))
+                    self.plan.promises[task_id] = joined
+                    self._veil(spot.node, joined)
+                    break
         if kept is not None:
-            self._veil(kept.node)
-            # The turn goes to the most urgent head in line before anybody less urgent can pass it.
-            for waiting_lane, waiting in self.blocked:
-                self._promise(waiting_lane, waiting)
+            self._veil(kept.node, None)
+        for board in memory.boards:
+            board.refresh()
         return True
 
-    def _spot(self, board: Board, lane: Lane, head: Waiting) -> Spot | None:
+    def _spot(self, board: Board, known: _Known, lane: Lane, head: Waiting) -> Spot | None:
         """The best place for the task; at its own promised node it may use everything."""
-        board.refresh()
-        row = board.row(lane.demand, lane.task)
-        spot = board.best(row, lane.demand.ram_mib)
+        spot = board.best(known.row, lane.demand.ram_mib)
+        if spot is None:
+            known.tried[board] = board.moment()
         own = self.plan.promises.get(head.task_id)
         if own is not None:
-            site = self.cluster[own.node]
-            at_own = board.best_at(row, site) if node_shortage(site.node, lane.demand) is None else None
-            if at_own is not None and (spot is None or at_own.score >= spot.score):
+            site, tried = self.cluster[own.node], (head.task_id, bool(board.ahead))
+            if self.memory.vain.get(tried) is site:
+                return spot
+            at_own = board.best_at(known.row, site) if node_shortage(site.node, lane.demand) is None else None
+            if at_own is None:
+                self.memory.vain[tried] = site
+            elif spot is None or at_own.score >= spot.score:
                 return at_own
         return spot
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
-    def _block(self, lane: Lane, head: Waiting) -> None:
-        """Promise the head devices if it is due, and ask for leftover that is in its way."""
-        self.blocked.append((lane, head))
-        self._promise(lane, head)
+    def _block(self, score: float, key: str, position: int) -> None:
+        """Note that a head cannot start, and promise it devices if it is due."""
+        self.blocked.append((score, key, position))
+        if self._free() > 0:
+            self._promise(self.lanes[key], self.lanes[key].waiting[position])
+
+    def _pass_on(self) -> None:
+        """Give a promise that has become free to the most urgent in line, before anybody less urgent can pass it."""
+        for _, key, position in self.blocked:
+            if self._free() <= 0:
+                break
+            self._promise(self.lanes[key], self.lanes[key].waiting[position])
+
+    def _free(self) -> int:
+        """Promises that may still be made."""
+        return self.most_promises - len(self.plan.promises)
+
+    def _promise(self, lane: Lane, head: Waiting) -> None:
+        if self.now_s - head.admitted_s < self.settings.promise_after_s or head.task_id in self.plan.promises:
+            return
+        survey, known = self.memory.survey, self.memory.known(lane)
+        survey.refresh()
+        state = survey.version, self.memory.veilings
+        found = None if known.hopeless == state else survey.nearest(lane.demand, lane.task, self.memory.veils)
+        if found is None:
+            known.hopeless = state
+            return
+        site, positions = found
+        devices = tuple(site.devices[position].uuid for position in positions)
+        promise = Promise(lane.key, site.name, devices, lane.demand, self.now_s)
+        self.plan.promises[head.task_id] = promise
+        self._veil(site.name, promise)
+        for board in self.memory.boards:
+            board.refresh()
+
+    # -- telling why -------------------------------------------------------------------------------------------
+
+    def _explain(self) -> None:
+        """Say for each lane why its head waits, and ask for leftover that is in its way.
+
+        What is known is said again; in each plan a few lanes are looked at anew, those that have been told the same for
+        the longest.
+        """
+        memory, turns = self.memory, [*self.blocked, *self.asleep]
+        waiting = {key: position for _, key, position in turns}
+        for key in [key for key in memory.lanes if key not in waiting]:
+            del memory.lanes[key]
+        looked: list[str] = []
+        again = max(1, LOOKED_AT // max(1, memory.survey.size))
+        for key, known in memory.lanes.items():
+            if known.reason is None or again > 0:
+                again -= known.reason is not None
+                looked.append(key)
+        for key in looked:
+            known = memory.lanes[key] = memory.lanes.pop(key)
+            known.reason = self._why(self.lanes[key], self.lanes[key].waiting[waiting[key]])
+        for key in waiting:
+            reason = memory.lanes[key].reason
+            assert reason is not None
+            self.plan.waits[key] = reason
+
+    def _why(self, lane: Lane, head: Waiting) -> Reason:
         promise = self.plan.promises.get(head.task_id)
         within = None if promise is None else promise.devices
         for uuid in self.memory.survey.recyclable(lane.demand, lane.task, within):
             if uuid not in self.plan.recycle:
                 self.plan.recycle.append(uuid)
-
-    def _explain(self) -> None:
-        """Say for each lane why its head waits; of those that have been told before, a few are told anew."""
-        known, blocked = self.memory.reasons, {lane.key: (lane, head) for lane, head in self.blocked}
-        for key in [key for key in known if key not in blocked]:
-            del known[key]
-        again = [key for key in known if known[key][0] == blocked[key][1].task_id]
-        for key in set(again[RENEWED:]):
-            self.plan.waits[key] = known[key][1]
-        for key, (lane, head) in blocked.items():
-            if key not in self.plan.waits:
-                known.pop(key, None)
-                known[key] = head.task_id, self._why(lane, head)
-                self.plan.waits[key] = known[key][1]
-
-    def _why(self, lane: Lane, head: Waiting) -> Reason:
-        reason = self.memory.survey.why(lane.demand, lane.task, memory=not self.settings.ignore_memory)
-        return self._promised(lane, head) if reason is None else reason
-
-    def _promised(self, lane: Lane, head: Waiting) -> Reason:
-        """The reason of a head that fits somewhere, but only at the cost of a promise."""
-        for task_id, promise in self.plan.promises.items():
-            if task_id != head.task_id and self.board.best_at(
-                self.board.row(lane.demand, lane.task), self.cluster[promise.node]
-            ):
-                device = self.cluster.device(promise.devices[0])
-                assert device is not None
-                return Reason("promised", f"{place_name(device)} is promised to task {task_id}")
-        return Reason("promised", "what is free is promised to other tasks")
-
-    def _promise(self, lane: Lane, head: Waiting) -> None:
-        due = self.now_s - head.admitted_s >= self.settings.promise_after_s
-        if not due or len(self.plan.promises) >= self.most_promises or head.task_id in self.plan.promises:
-            return
-        taken = {promise.node for promise in self.plan.promises.values()}
-        found = self.memory.survey.nearest(lane.demand, lane.task, taken)
-        if found is not None:
-            site, positions = found
-            devices = tuple(site.devices[position].uuid for position in positions)
-            self.plan.promises[head.task_id] = Promise(lane.key, site.name, devices, lane.demand, self.now_s)
-            self._veil(site.name)
+        obstacle = self.memory.survey.why(lane.demand, lane.task, memory=not self.settings.ignore_memory)
+        if isinstance(obstacle, Reason):
+            return obstacle
+        veil = self.memory.veils.get(obstacle)
+        owner = next((owner for owner, other in self.plan.promises.items() if other.node == obstacle), None)
+        if veil is None or owner is None or owner == head.task_id:
+            return Reason("promised", "what is free is promised to other tasks")
+        device = self.cluster.device(veil.promise.devices[0])
+        assert device is not None
+        return Reason("promised", f"{place_name(device)} is promised to task {owner}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from brim.core.model import Demand, Device, Reason
-from brim.core.placement.cluster import Cluster, Site
+from brim.core.placement.cluster import Cluster, Shape, Site
 from brim.core.placement.fit import UP, capacity_mib, milli, missing_mib, node_shortage, place_name, shortage
-from brim.core.placement.outlook import Bools, Ints
+from brim.core.placement.outlook import Bools, Ints, Kind
 
 NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "too_large", "model", "labels")
 """Obstacles by how near they are to going away; the nearest one is the reason a user reads."""
@@ -18,6 +19,12 @@ NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "
 _RANK = {code: rank for rank, code in enumerate(NEARNESS)}
 _AMOUNT = 1 << 40
 _NEVER = np.iinfo(np.int64).max
+
+REMEMBERED = 1000
+"""Classes whose obstacles are remembered for each site."""
+
+LOGGED = 100_000
+"""Changes of sites that are remembered; when there are more, all obstacles are looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,15 @@ class Miss:
     """None if the site could take it."""
 
 
+@dataclass(slots=True)
+class _Codes:
+    """What is remembered about a class: its code at each site, as things stood at an entry of the log."""
+
+    state: tuple[int, int]
+    codes: Ints
+    until: int = 0
+
+
 class Survey:
     """All devices of a cluster as arrays [S, D], each written anew when its site has changed and it is asked for."""
 
@@ -39,24 +55,54 @@ class Survey:
         self._names: tuple[str, ...] = ()
         self._places: dict[str, int] = {}
         self._started = False
+        self._idle: Counter[Kind] = Counter()
+        """Devices with an idle executor."""
+        self._era = 0
+        self._log: list[int] = []
+        """Places of the sites that have changed in this era, in order."""
+        self._known: dict[tuple[Demand, str, bool], _Codes] = {}
+        """By class, those asked for longest ago first."""
+        self.version = 0
+        """Changes whenever something changes that decides what devices could hold when drained."""
 
     def refresh(self) -> None:
         """Take over what has changed in the cluster."""
+        if self._started and not self._changed:
+            return
         widest = max((len(self.cluster[name].devices) for name in self._changed if name in self.cluster), default=0)
-        if not self._started or self._names is not self.cluster.order() or widest > self._there.shape[1]:
+        if (
+            not self._started
+            or self._names is not self.cluster.order()
+            or widest > self._there.shape[1]
+            or len(self._log) > LOGGED
+        ):
             self._start()
         for name in self._changed:
             if name in self._places:
                 self._write(self._places[name], self.cluster[name])
+                self._log.append(self._places[name])
         self._changed.clear()
 
-    def why(self, demand: Demand, task: str, *, memory: bool = True) -> Reason | None:
-        """What the site that comes nearest to taking the demand is short of; None if it is a promise alone."""
+    @property
+    def size(self) -> int:
+        """Devices that there is room for in the arrays."""
+        self.refresh()
+        return self._there.size
+
+    def why(self, demand: Demand, task: str, *, memory: bool = True) -> Reason | str:
+        """What the site that comes nearest to taking the demand is short of; the site's name if nothing is."""
         self.refresh()
         codes = self._codes(demand, task, memory=memory)
         if not len(codes) or codes.min() == _NEVER:
             return Reason("no_worker", f"no worker has registered {task}")
-        return miss(self.cluster, self.cluster[self._names[int(codes.argmin())]], demand, task, memory=memory).reason
+        site = self.cluster[self._names[int(codes.argmin())]]
+        return miss(self.cluster, site, demand, task, memory=memory).reason or site.name
+
+    def idle(self, demand: Demand, task: str) -> bool:
+        """Whether a device that takes the task has an idle executor, promised or not, whatever its memory."""
+        self.refresh()
+        digests = {digest for digest, names in self.cluster.tasksets.items() if task in names}
+        return any([number and kind.tasks in digests and kind.suits(demand) for kind, number in self._idle.items()])
 
     def nearest(self, demand: Demand, task: str, taken: Collection[str]) -> tuple[Site, tuple[int, ...]] | None:
         """The devices (positions) of one node that lack least for the demand and will hold it once drained.
@@ -74,7 +120,8 @@ class Survey:
         lack = np.maximum(need - self._available - self._reclaimable, 0)
         lack = np.where(self._full, np.maximum(lack, self._share), lack)
         lack = np.where(able, lack, _AMOUNT)
-        order = np.argsort(lack, axis=1, kind="stable")[:, : max(1, demand.gpus)]
+        wanted = max(1, demand.gpus)
+        order = lack.argmin(axis=1)[:, None] if wanted == 1 else np.argsort(lack, axis=1, kind="stable")[:, :wanted]
         if order.shape[1] < demand.gpus:
             return None
         total = np.take_along_axis(lack, order, axis=1).sum(axis=1)
@@ -123,12 +170,22 @@ class Survey:
         self._capacity, self._drained, self._share = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         self._cpu, self._ram = (np.zeros(len(self._names), dtype=np.int64) for _ in range(2))
         self._numbers: dict[str, int] = {}
+        self._runs: dict[str, tuple[tuple[int, int], Bools]] = {}
+        self._idle.clear()
+        self._idle_at: list[list[Kind]] = [[]] * len(self._names)
+        self._constants: list[tuple[Shape, int] | None] = [None] * len(self._names)
         self._changed.update(self._names)
+        self.version += 1
+        self._era += 1
+        self._log.clear()
+        self._known.clear()
 
     def _write(self, place: int, site: Site) -> None:
         node = site.node
         self._cpu[place] = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else _AMOUNT
         self._ram[place] = node.ram_mib - node.ram_used_mib if node.ram_mib > 0 else _AMOUNT
+        before = self._lasting(place)
+        self._constants[place], constants = (site.shape, node.ram_mib), self._constants[place]
         self._there[place] = False
         for position, device in enumerate(site.devices):
             at = place, position
@@ -143,12 +200,29 @@ class Survey:
             self._capacity[at] = capacity_mib(device)
             self._drained[at] = capacity_mib(device) - device.external_mib
             self._share[at] = capacity_mib(device) // max(1, device.executors)
+        self.version += constants != self._constants[place] or self._lasting(place) != before
+        self._idle.subtract(self._idle_at[place])
+        labels = site.shape.labels
+        self._idle_at[place] = [
+            Kind(device.model, labels, device.tasks)
+            for device in site.devices
+            if device.busy < device.executors and device.state == UP
+        ]
+        self._idle.update(self._idle_at[place])
+
+    def _lasting(self, place: int) -> tuple[bytes, ...]:
+        """What decides, apart from the node's constants, what a site's devices could hold when drained."""
+        return tuple([values[place].tobytes() for values in (self._there, self._up, self._taskset, self._drained)])
 
     def _eligible(self, task: str) -> Bools:
+        """[S, D] devices whose worker has registered the task."""
         tasksets = self.cluster.tasksets
-        holding = [number for text, number in self._numbers.items() if task in tasksets.get(text, ())]
-        eligible: Bools = self._there & np.isin(self._taskset, holding)
-        return eligible
+        state = self.version, len(tasksets)
+        known = self._runs.get(task)
+        if known is None or known[0] != state:
+            holding = [number for text, number in self._numbers.items() if task in tasksets.get(text, ())]
+            known = self._runs[task] = state, self._there & np.isin(self._taskset, holding)
+        return known[1]
 
     def _allowed(self, demand: Demand) -> Bools:
         if not demand.gpu_models:
@@ -156,30 +230,49 @@ class Survey:
         return np.isin(self._model, [self._numbers.get(model, -1) for model in demand.gpu_models])
 
     def _codes(self, demand: Demand, task: str, *, memory: bool) -> Ints:
-        """[S] rank and amount of each site's `miss`, to be compared; `_NEVER` where no worker knows the task."""
-        if not self._names:
-            return np.zeros(0, dtype=np.int64)
-        eligible = self._eligible(task)
-        missing = np.maximum(demand.vram_mib - self._available, self._committed if demand.whole else 0)
-        over = demand.vram_mib - self._capacity
-        code = np.where(self._full, _RANK["executors"] * _AMOUNT, 0)
+        """[S] rank and amount of each site's `miss`, to be compared; `_NEVER` where no worker knows the task.
+
+        Remembered for each class: only sites that have changed since are looked at again.
+        """
+        key, state = (demand, task, memory), (self._era, len(self.cluster.tasksets))
+        known = self._known.pop(key, None)
+        if known is None or known.state != state:
+            known = _Codes(state, np.zeros(len(self._names), dtype=np.int64))
+            places = np.arange(len(self._names))
+        else:
+            places = np.array(list(dict.fromkeys(self._log[known.until :])), dtype=np.int64)
+        if len(places):
+            known.codes[places] = self._codes_at(places, demand, task, memory=memory)
+        known.until = len(self._log)
+        if len(self._known) >= REMEMBERED:
+            del self._known[next(iter(self._known))]
+        self._known[key] = known
+        return known.codes
+
+    def _codes_at(self, places: Ints, demand: Demand, task: str, *, memory: bool) -> Ints:
+        eligible, committed = self._eligible(task)[places], self._committed[places]
+        missing = np.maximum(demand.vram_mib - self._available[places], committed if demand.whole else 0)
+        over = demand.vram_mib - self._capacity[places]
+        code = np.where(self._full[places], _RANK["executors"] * _AMOUNT, 0)
         if memory:
             code = np.where(missing > 0, _RANK["memory"] * _AMOUNT + missing, code)
             code = np.where(over > 0, _RANK["too_large"] * _AMOUNT + over, code)
-        code = np.where(self._allowed(demand), code, _RANK["model"] * _AMOUNT)
-        code = np.where(self._up, code, _RANK["state"] * _AMOUNT)
+        if demand.gpu_models:
+            code = np.where(self._allowed(demand)[places], code, _RANK["model"] * _AMOUNT)
+        code = np.where(self._up[places], code, _RANK["state"] * _AMOUNT)
         code = np.where(eligible, code, _NEVER)
         number = eligible.sum(axis=1)
         enough = number >= demand.gpus
         limiting = min(max(1, demand.gpus), code.shape[1]) - 1
-        code = np.partition(code, limiting, axis=1)[:, limiting]
+        code = np.partition(code, limiting, axis=1)[:, limiting] if limiting else code.min(axis=1)
         code = np.where(enough, code, _RANK["too_large"] * _AMOUNT + demand.gpus - number)
         code = np.where(number > 0, code, _NEVER)
-        host = np.where(self._ram < demand.ram_mib, _RANK["ram"], 0)
-        host = np.where(self._cpu < milli(demand.cpus), _RANK["cpus"], host) * _AMOUNT
+        host = np.where(self._ram[places] < demand.ram_mib, _RANK["ram"], 0)
+        host = np.where(self._cpu[places] < milli(demand.cpus), _RANK["cpus"], host) * _AMOUNT
         code = np.where(code == 0, host, code)
         if demand.labels:
-            unlabelled = [not self.cluster[name].shape.labels.issuperset(demand.labels) for name in self._names]
+            names = [self._names[place] for place in places.tolist()]
+            unlabelled = [not self.cluster[name].shape.labels.issuperset(demand.labels) for name in names]
             code = np.where((number > 0) & np.array(unlabelled), _RANK["labels"] * _AMOUNT, code)
         return code
 

@@ -7,7 +7,6 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from brim.core.model import Demand
 from brim.core.placement.board import Board
@@ -41,26 +40,26 @@ class Timed:
 def resample(
     jobs: Sequence[Job], servers: Sequence[Server], *, load: float, number: int, block: int, rng: random.Random
 ) -> list[Job]:
-    """Arrivals in blocks of consecutive jobs drawn with replacement, sped up or slowed down to offer this load.
+    """Arrivals in blocks of consecutive jobs drawn with replacement, at a pace that offers this load throughout.
 
     The load is the memory that jobs hold × the time that they run, as a part of what the servers could give from the
-    first arrival to the last. Jobs keep the gaps that they had inside their block, scaled.
+    first arrival to the last. Every block takes equally long and jobs keep their gaps inside it in proportion: bursts
+    stay bursts, while the trend over the days, which would be another load each hour, is evened out.
     """
     ordered = sorted(jobs, key=lambda job: job.arrival_s)
-    gaps = [0.0, *(b.arrival_s - a.arrival_s for a, b in pairwise(ordered))]
-    drawn: list[tuple[Job, float]] = []
+    drawn: list[Job] = []
+    times: list[float] = []
+    """Arrivals in blocks."""
     while len(drawn) < number:
         first = rng.randrange(max(1, len(ordered) - block + 1))
-        drawn += zip(ordered[first : first + block], gaps[first : first + block], strict=True)
+        chunk = ordered[first : first + block]
+        begun_s, span_s = chunk[0].arrival_s, chunk[-1].arrival_s - chunk[0].arrival_s
+        drawn += chunk
+        times += [len(times) / block + (job.arrival_s - begun_s) / (span_s or 1.0) for job in chunk]
     del drawn[number:]
-    offered = sum(job.size_mib * job.run_s for job, _ in drawn)
-    span = sum(gap for _, gap in drawn)
-    scale = offered / (load * capacity_of(servers)) / span if span else 0.0
-    clock, result = 0.0, []
-    for job, gap in drawn:
-        clock += gap * scale
-        result.append(replace(job, arrival_s=clock))
-    return result
+    offered = sum(job.size_mib * job.run_s for job in drawn)
+    block_s = offered / (load * capacity_of(servers)) / (number / block)
+    return [replace(job, arrival_s=at * block_s) for job, at in zip(drawn, times, strict=False)]
 
 
 def possible(servers: Sequence[Server], jobs: Iterable[Job]) -> list[Job]:
