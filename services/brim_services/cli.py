@@ -270,6 +270,56 @@ def show(task_id: Annotated[str, typer.Argument(help="The Celery task id.")], as
         console.print(line)
 
 
+@app.command("explain")
+def explain_task(
+    task_id: Annotated[str, typer.Argument(help="The Celery task id.")],
+    limit: Annotated[int, typer.Option(min=1, help="How many candidates, and how many other nodes.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Show where a task could start now, what each place scores, and what is in the way elsewhere."""
+    from brim_services.explain import candidate_table, explanation
+    from brim_services.placement import make_planner
+
+    settings, store = _open()
+    records = explained(store, store.records([task_id]))
+    if not records:
+        raise Refusal(f"task {task_id} is not known")
+    [record] = records
+    if record.lane.startswith(UNESTIMATED):
+        raise Refusal(f"task {task_id} has no demand yet: {record.reason or 'it waits for its profile'}")
+    planner = make_planner(settings)
+    found = explanation(store, planner, record)
+    facts = {
+        "task_id": record.task_id,
+        "task": record.task,
+        "state": record.state,
+        "reason": record.reason,
+        "demand": record.demand,
+        "node": record.node,
+        "devices": record.devices,
+        "policy": planner.policy.name,
+        "weights": {name: weight for name, weight, _ in planner.policy.scores},
+    }
+    if as_json:
+        _print_json(canonical(facts) | canonical(found))
+        return
+    console.print(Text(f"{record.task}  {record.task_id}  {record.state}", "bold"))
+    if record.reason is not None:
+        console.print(f"reason    {record.reason}")
+    console.print(
+        f"demand    {record.demand.vram_mib} MiB" + f" on {record.demand.gpus} GPUs" * (record.demand.gpus > 1)
+    )
+    if record.devices:
+        console.print(f"is on     {', '.join(record.devices)} of {record.node}; below, as if it were placed now")
+    console.print(f"policy    {planner.policy.name}; each part of a score is times its weight")
+    console.print(candidate_table(found, limit))
+    for more, what in ((len(found.candidates) - limit, "candidates"), (len(found.out) - limit, "nodes that are out")):
+        if more > 0:
+            console.print(f"{more} more {what}; --limit shows more")
+    for out in found.out[:limit]:
+        console.print(f"out       {out.node}: {out.reason}")
+
+
 @app.command()
 def cancel(
     task_ids: Annotated[list[str], typer.Argument(help="Celery task ids.")],

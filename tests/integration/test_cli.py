@@ -134,6 +134,33 @@ def test_whoever_waits_behind_the_first_of_a_lane_waits_for_the_same_reason(brim
     assert "placement has not tried it yet [not_tried]" in brim("show", "alone")[1]
 
 
+def test_explain_names_what_is_short_on_each_node(brim: Run, store: Store) -> None:
+    code, out, _ = brim("explain", "waits")
+
+    assert code == 0
+    for told in ("t  waits  waiting", "1500 MiB are short", "3000 MiB", "policy    balanced"):
+        assert told in out
+    assert "no place can take it now" in out
+    assert "out       n1: memory short by 1500 MiB on gpu0@n1 [memory]" in out
+
+
+def test_explain_rates_candidates_part_by_part(brim: Run, store: Store) -> None:
+    admit(store, "small", 1_000)
+
+    code, out, _ = brim("explain", "small", "--json")
+
+    told = json.loads(out)
+    assert code == 0
+    assert (told["policy"], told["state"], told["out"]) == ("balanced", "waiting", [])
+    [candidate] = told["candidates"]
+    assert (candidate["node"], candidate["devices"]) == ("n1", ["GPU-a"])
+    assert set(candidate["parts"]) == {"server_load", "memory_balance", "satisfaction"}
+    assert sum(candidate["parts"].values()) == pytest.approx(candidate["score"])
+    assert "satisfaction" in brim("explain", "small")[1]
+    assert "is on     GPU-a of n1" in brim("explain", "placed")[1]
+    assert "is not known" in brim("explain", "nobody")[2]
+
+
 def test_show_refuses_an_unknown_task(brim: Run, store: Store) -> None:
     code, out, err = brim("show", "nobody", "--json")
 

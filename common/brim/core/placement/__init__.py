@@ -1,6 +1,7 @@
 """Placement: where a task goes. A pure decision on a mirror of the cluster (DESIGN, "Placement policy")."""
 
 from brim.core.placement.cluster import Cluster, Site
+from brim.core.placement.explain import Candidate, Explanation, explain
 from brim.core.placement.fit import node_shortage, place_name, shortage
 from brim.core.placement.mix import Mix
 from brim.core.placement.planner import Lane, Placement, Plan, Planner, PlannerSettings, Waiting
@@ -10,7 +11,9 @@ from brim.core.placement.promise import Beside, Promise
 __all__ = [
     "PRESETS",
     "Beside",
+    "Candidate",
     "Cluster",
+    "Explanation",
     "Lane",
     "Mix",
     "Placement",
@@ -21,6 +24,7 @@ __all__ = [
     "Promise",
     "Site",
     "Waiting",
+    "explain",
     "make_policy",
     "node_shortage",
     "place_name",

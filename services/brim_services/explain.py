@@ -1,0 +1,41 @@
+"""Why a task goes where it goes, or waits: ``brim explain`` on the state that placement mirrors."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from brim.core.placement import Explanation, Planner, explain
+from brim.store import Store
+from brim.store.types import Record
+from brim_services.placement import WINDOW, Mirror
+
+
+def explanation(store: Store, planner: Planner, record: Record) -> Explanation:
+    """What placement would say about the task if its turn were now, promises left aside.
+
+    The mix of demands is that of the tasks that wait now: what a placement knows that has just started.
+    """
+    mirror = Mirror()
+    changes = store.snapshot(WINDOW)
+    mirror.apply(changes)
+    mirror.cluster.tasksets.update(store.tasksets({device.tasks for device in changes.devices}))
+    for window in changes.lanes:
+        for _ in range(window.depth):
+            planner.mix.observe(window.demand)
+    memory = not planner.settings.ignore_memory
+    return explain(mirror.cluster, planner.policy, planner.mix, record.demand, record.task, memory=memory)
+
+
+def candidate_table(found: Explanation, limit: int) -> Table:
+    """The best candidates with the parts of their scores, the place of choice first."""
+    table = Table(title=None if found.candidates else "no place can take it now")
+    table.add_column("node")
+    table.add_column("devices")
+    table.add_column("score", justify="right")
+    for name in found.candidates[0].parts if found.candidates else ():
+        table.add_column(name, justify="right")
+    for candidate in found.candidates[:limit]:
+        devices = ", ".join(candidate.devices) + (f" (of {candidate.alike} alike)" if candidate.alike > 1 else "")
+        parts = [f"{part:.4g}" for part in candidate.parts.values()]
+        table.add_row(candidate.node, devices, f"{candidate.score:.4g}", *parts)
+    return table
