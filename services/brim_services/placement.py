@@ -214,7 +214,21 @@ class PlacementService:
         self.mirror = Mirror()
         self._noted.clear()
         self._apply(self.store.snapshot(WINDOW))
+        self._find_behind()
         self._stale = False
+
+    def _find_behind(self) -> None:
+        """Learns which attempts wait behind busy executors, the last placed first: another may have put them there."""
+        full = [d.uuid for site in self.mirror.cluster for d in site.devices if d.busy > d.executors]
+        views = {v.task_id: v for v in self.store.books(full)[0] if v.state in (State.PLACED, State.CLAIMED)}
+        self._behind = {}
+        for record in self.store.records(sorted(views, key=lambda task_id: -views[task_id].placed_s)):
+            view = views[record.task_id]
+            placement = Placement(
+                record.task_id, view.lane, record.node or "", view.devices, record.demand, behind=True
+            )
+            waiting = Waiting(record.task_id, record.priority, record.admitted_s)
+            self._behind[view.attempt] = placement, Lane(view.lane, record.task, record.demand, [waiting])
 
     def _apply(self, changes: Changes) -> None:
         for window in changes.lanes:

@@ -42,10 +42,10 @@ def work(self: Task[Any, Any], *, mib: int, seconds: float, retries: int = 0, fa
 
 @app.task(name="storm.hold", bind=True, shared=False)
 def hold(self: Task[Any, Any], *, mib: int, go: str, seconds: float = 60.0) -> str:
-    """Hold memory until the file ``go`` exists; each attempt leaves a line in ``<go>.log``."""
+    """Hold memory until the file ``go`` exists; each attempt leaves a line in ``<go>.log``, with its node's time."""
     deadline = time.monotonic() + seconds
     with open(f"{go}.log", "a", encoding="ascii") as log:
-        log.write(f"{self.request.id}\n")
+        log.write(f"{self.request.id} {time.time()}\n")
     with simulated.allocate(mib):
         while time.monotonic() < deadline and not Path(go).exists():
             time.sleep(0.02)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -55,10 +55,12 @@ class Cluster:
         settings: Mapping[str, Any] | None = None,
         sabotage: str = "",
         transport: Mapping[str, Any] | None = None,
+        clocks: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.supervisor = supervisor
         self.folder = folder
         self.device = device
+        self._clocks = clocks or {}
         self.port = embedded.free_port()
         self.url = f"redis://{embedded.HOST}:{self.port}/0"
         self.namespace = NAMESPACE
@@ -109,11 +111,12 @@ class Cluster:
         argv = [sys.executable, "-m", "faults.service", name.rstrip("0123456789")]
         return Command(name, argv, environment=self.environment, restart=QUICKLY, stage=BRIM)
 
-    def node(self, name: str, port: int | None = None) -> Command:
-        """How to run a node's agent; it may reach the server by another port."""
-        url = self.url if port is None else f"redis://{embedded.HOST}:{port}/0"
+    def node(self, name: str, server: str = "", prefix: Sequence[str] = ()) -> Command:
+        """How to run a node's agent; it may reach the server at another ``host:port``, and be run by something."""
+        url = f"redis://{server}/0" if server else self.url
         environment = {
             **self.environment,
+            **self._clocks.get(name, {}),
             BROKER_ENV: url,
             "BRIM_REDIS__URL": url,
             "BRIM_DEVICES": f"sim:1x{self.device}",
@@ -121,8 +124,22 @@ class Cluster:
             "BRIM_AGENT__NODE": name,
             "BRIM_AGENT__LOG_FOLDER": str(self.folder / "logs" / name),
         }
-        argv = [sys.executable, "-m", "faults.service", "worker", "-A", "faults.app"]
+        argv = [*prefix, sys.executable, "-m", "faults.service", "worker", "-A", "faults.app"]
         return Command(name, argv, environment=environment, restart=QUICKLY, stage=NODES, grace_s=70.0)
+
+    @contextmanager
+    def server_is_slow(self, seconds: float) -> Iterator[None]:
+        """Started again in the block, the server takes so long to load what it knows, and says so meanwhile."""
+        self.client.bgrewriteaof()
+        self.wait_until(lambda: not self.client.info("persistence")["aof_rewrite_in_progress"], "all is in one file")
+        delay = ["--key-load-delay", str(round(seconds * 1e6 / self.client.dbsize()))]
+        child = self.supervisor.children["valkey"]
+        argv = [*self._server.argv, *delay, "--loading-process-events-interval-bytes", "1024"]
+        child.command = dataclasses.replace(self._server, argv=argv)
+        try:
+            yield
+        finally:
+            child.command = self._server
 
     def pid(self, name: str) -> int | None:
         """Of a service, a node's agent, or the server (``valkey``)."""

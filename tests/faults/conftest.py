@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from faults.cluster import Cluster, cluster
+from faults.skew import COMPILER, skewed
 from faults.town import Town
 
 SETTINGS = {
@@ -26,10 +27,16 @@ VISIBILITY_S = 3
 
 @pytest.fixture(scope="package")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of one device, two placements, one intake."""
+    """Two nodes of one device, two placements, one intake; the second node's clock is ahead."""
     folder = tmp_path_factory.mktemp("cluster")
     with cluster(
-        folder, nodes=2, placements=2, device="8GiB", settings=SETTINGS, transport={"visibility_timeout": VISIBILITY_S}
+        folder,
+        nodes=2,
+        placements=2,
+        device="8GiB",
+        settings=SETTINGS,
+        transport={"visibility_timeout": VISIBILITY_S},
+        clocks={"n2": skewed(folder)} if COMPILER else {},
     ) as made:
         yield made
 

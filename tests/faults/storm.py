@@ -181,8 +181,10 @@ class Storm:
         pauses: tuple[float, float] = PAUSES,
         sabotage: str = "",
         longest_s: float = 5.0,
+        first_s: float = 1.0,
         every_s: float = 1.0,
         latest_s: float = LATEST_S,
+        **shape: int,
     ) -> None:
         self.folder = folder
         self.seconds = seconds
@@ -193,8 +195,10 @@ class Storm:
         self.pauses = pauses
         self.sabotage = sabotage
         self.longest_s = longest_s
+        self.first_s = first_s
         self.every_s = every_s
         self.latest_s = latest_s
+        self.shape = {"nodes": 2, "intakes": 2, "placements": 2, **shape}
         self.draw = random.Random(f"faults {seed}")
         self.figures = Figures(seed, seconds)
         self._paused: dict[int, float] = {}
@@ -205,9 +209,7 @@ class Storm:
             self.cluster = Cluster(
                 supervisor,
                 self.folder,
-                nodes=2,
-                intakes=2,
-                placements=2,
+                **self.shape,
                 device="6GiB",
                 settings={**SETTINGS, "placement__lease_timeout_s": self.lease_s},
                 sabotage=self.sabotage,
@@ -231,8 +233,8 @@ class Storm:
 
     def _rage(self, producer: Producer) -> None:
         ends_at = time.monotonic() + self.seconds
-        strikes_at = time.monotonic() + self.every_s
-        while time.monotonic() < ends_at:
+        strikes_at = time.monotonic() + self.first_s
+        while time.monotonic() < ends_at and not self._has_shown():
             self._poll()
             if time.monotonic() >= strikes_at:
                 self._strike(producer)
@@ -269,6 +271,9 @@ class Storm:
         match kind:
             case "executor":
                 return sorted(self.cluster.executors())
+            case "busy_executor":
+                attempts, _ = self.cluster.store.books([device.uuid for device in self.cluster.store.devices()])
+                return sorted({int(attempt.proc.partition(".")[0]) for attempt in attempts if attempt.proc})
             case "worker":
                 return sorted(self.cluster.workers())
             case "agent":
@@ -338,9 +343,16 @@ class Storm:
         while time.monotonic() < deadline:
             self._poll()
             with suppress(redis.RedisError):
-                if over():
+                if over() or self._has_shown():
                     return
             time.sleep(0.3)
+
+    def _has_shown(self) -> bool:
+        """Whether what has been switched off has made itself felt: more of the same would show no more."""
+        if not self.sabotage:
+            return False
+        stories = self.cluster.store.stories(self.cluster.store.task_ids())
+        return any(len(_ends(story)) > 1 for story in stories.values())
 
     def _judge(self, app: Celery, producer: Producer) -> None:
         figures, store = self.figures, self.cluster.store
@@ -365,8 +377,7 @@ class Storm:
                 self._example(f"lost: {task_id} is {record.state if record else 'unknown'}", stories[task_id])
             if task_id not in answered:
                 self._example(f"unanswered: {task_id}", stories[task_id])
-            ends = [line for line in stories[task_id] if line["event"] in TERMINAL]
-            if len(ends) > 1:
+            if len(_ends(stories[task_id])) > 1:
                 figures.double_finished += 1
                 self._example(f"finished twice: {task_id}", stories[task_id])
             self._count_recoveries(stories[task_id])
@@ -405,6 +416,11 @@ class Storm:
     def _example(self, what: str, story: Sequence[Mapping[str, Any]]) -> None:
         if len(self.figures.examples) < 10:
             self.figures.examples.append(f"{what}: {json.dumps(list(story))}")
+
+
+def _ends(story: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines that closed the task."""
+    return [line for line in story if line["event"] in TERMINAL]
 
 
 def replay(figures: Figures) -> str:

@@ -6,10 +6,12 @@ import os
 import signal
 import time
 
+import pytest
+
 from brim.core.model import State
 from brim.gpu.process import proc_id
 from brim_services.keeper import members
-from faults.cut import Line
+from faults.cut import Line, Namespace
 from faults.town import Town, within_s
 
 
@@ -146,12 +148,13 @@ def test_whole_node_gone(town: Town) -> None:
         assert town.told(result).count("succeeded") == 1
 
 
-def test_whole_node_cut_off(town: Town) -> None:
+@pytest.mark.parametrize("link", [Line, Namespace])
+def test_whole_node_cut_off(town: Town, link: type[Line | Namespace]) -> None:
     """Its tasks go on computing behind the cut line; they may not say so when it is mended."""
     supervisor, name = town.cluster.supervisor, town.cluster.node_names[-1]
-    with Line(town.cluster.port) as line:
+    with link(town.cluster) as line:
         supervisor.stop(name)
-        supervisor.start(town.cluster.node(name, line.port))
+        supervisor.start(line.node(name))
         try:
             town.settle()
             go, results = town.hold(2)

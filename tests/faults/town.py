@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,6 +121,43 @@ class Town:
     def placements(self) -> Sequence[str]:
         """Names of the placements."""
         return [name for name in self.cluster.services if name.startswith("placement")]
+
+    def is_without_redis(self, seconds: float) -> None:
+        """While tasks run, the server does not answer for so long; they run on, and none is started twice."""
+        go, results = self.hold(2)
+        self.cluster.signal("valkey", signal.SIGSTOP)
+        time.sleep(seconds)
+        self.cluster.signal("valkey", signal.SIGCONT)
+        self.wait_until(self.active, "placement is back")
+        back_ms = self.store.server_ms()
+        self.wait_until(lambda: all(node.renewed_s * 1000 > back_ms for node in self.store.nodes()), "all renew again")
+        later = self.publish("work", mib=300, seconds=0.0)
+        assert self.get(later) == 300
+        go.touch()
+
+        assert [self.get(result) for result in results] == ["held"] * 2
+        assert [self.begun(go, result) for result in results] == [1, 1]
+
+    def has_placement_paused(self, seconds: float) -> None:
+        """The active placement stops, a standby takes over within 5 s, and the old one's word counts no more."""
+        self.wait_until(self.active, "one is active")
+        paused = self.active()
+        before = len(self.log(paused))
+        since = time.monotonic()
+        self.cluster.signal(paused, signal.SIGSTOP)
+        try:
+            self.wait_until(lambda: self.active() not in ("", paused), "the other has taken over")
+            assert time.monotonic() - since < within_s(5.0)
+            meanwhile = self.publish("work", mib=300, seconds=0.0)
+            assert self.get(meanwhile) == 300
+            self.wait_until(lambda: time.monotonic() - since >= seconds, "the pause is over", seconds + 5.0)
+        finally:
+            self.cluster.signal(paused, signal.SIGCONT)
+
+        self.wait_until(lambda: "has taken over" in self.log(paused)[before:], "it has noticed")
+        after = self.publish("work", mib=300, seconds=0.0)
+        assert self.get(after) == 300
+        assert self.active() != paused
 
     def release(self) -> None:
         """Let every task go."""

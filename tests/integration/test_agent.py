@@ -106,6 +106,38 @@ def test_a_killed_workers_tasks_are_placed_again_and_nothing_of_it_is_left(serve
         served.wait_for(task_id, State.SUCCEEDED)
 
 
+def remembered(bench: Bench) -> dict[bytes, bytes]:
+    """All that the server knows for brim now."""
+    return {key: bench.client.dump(key) for key in bench.client.scan_iter(f"{bench.namespace}brim:*")}
+
+
+def rolled_back(bench: Bench, earlier: dict[bytes, bytes], *more: str) -> None:
+    """The server is as it was then, and these keys are gone: as after a crash, with ``appendfsync everysec``."""
+    transaction = bench.client.pipeline()
+    transaction.delete(*remembered(bench), *more)
+    for key, value in earlier.items():
+        transaction.restore(key, 0, value)
+    transaction.execute()
+
+
+@pytest.mark.parametrize("result_too", [False, True])
+def test_an_end_that_the_server_has_lost_is_noticed(served: Bench, tmp_path: Path, result_too: bool) -> None:
+    """Its executor lives and is idle; the task ends by its result, or is placed again if that is lost, too."""
+    task_id = served.run(until=str(tmp_path / "go"))
+    earlier = remembered(served)
+    (tmp_path / "go").touch()
+    served.wait_for(task_id, State.SUCCEEDED)
+
+    rolled_back(served, earlier, *([f"{served.namespace}celery-task-meta-{task_id}"] if result_too else []))
+
+    if result_too:
+        served.wait_for(task_id, State.WAITING)
+        assert (reasons(served, task_id), served.record(task_id).losses) == (["end_lost"], 0)
+        served.place(task_id)
+    assert served.wait_for(task_id, State.SUCCEEDED).attempts == 1 + result_too
+    assert served.app.AsyncResult(task_id).get(timeout=5)["device"] == served.device().uuid
+
+
 def test_a_message_that_is_lost_on_its_way_is_not_waited_for(served: Bench) -> None:
     task_id = served.admit(seconds=0.0)
     served.place(task_id, deliver=False)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import redis
@@ -157,54 +157,65 @@ def test_by_tls_with_an_authority_and_client_certificates_of_its_own(
             redis.Redis.from_url(f"rediss://127.0.0.1:{port}/0?ssl_cert_reqs=required").ping()
 
 
+class Load:
+    """Publishes until the block ends, whatever comes of it."""
+
+    def __init__(self, one: Running) -> None:
+        self._one = one
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._publish, daemon=True)
+        self.sent: list[str] = []
+        self.refused = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(60)
+
+    def _publish(self) -> None:
+        while not self._done.is_set():
+            try:
+                self.sent.append(self._one.send(1))
+            except (OperationalError, redis.RedisError, OSError):
+                self.refused += 1
+            self._done.wait(0.02)
+
+
 @pytest.mark.large
 @pytest.mark.timeout(180)
 def test_a_master_that_dies_under_load_is_replaced_and_the_books_stay_in_order(tmp_path: Path, running: Serve) -> None:
     with watched(tmp_path) as cluster:
-        section = {"url": cluster.url, "sentinel_master": "brim", "socket_timeout_s": 2.0}
-        one = running(**section)
-        sent: list[str] = []
-        refused: list[float] = []
-        done = threading.Event()
+        one = running(url=cluster.url, sentinel_master="brim", socket_timeout_s=2.0)
+        with Load(one) as load:
+            wait_until(lambda: len(load.sent) >= 50, what="there is load")
+            before = len(load.sent)
+            cluster.master.kill()
+            killed_s = time.monotonic()
+            wait_until(lambda: len(load.sent) > before + 20, what="publishing goes on", timeout_s=60)
+            published_again_s = seconds_since(killed_s)
+            last = load.sent[-1]
 
-        def publish() -> None:
-            while not done.is_set():
+            def there() -> bool:
                 try:
-                    sent.append(one.send(1))
-                except (OperationalError, redis.RedisError, OSError):
-                    refused.append(time.monotonic())
-                time.sleep(0.02)
+                    found = one.store.record(last)
+                except Exception as error:
+                    assert is_outage(error), error
+                    return False
+                return found is not None and found.state is State.PLACED
 
-        producer = threading.Thread(target=publish)
-        producer.start()
-        wait_until(lambda: len(sent) >= 50, what="there is load")
-        before = len(sent)
-        cluster.master.kill()
-        killed_s = time.monotonic()
-        wait_until(lambda: len(sent) > before + 20, what="publishing goes on", timeout_s=60)
-        published_again_s = seconds_since(killed_s)
-        last = sent[-1]
-
-        def there() -> bool:
-            try:
-                found = one.store.record(last)
-            except Exception as error:
-                assert is_outage(error), error
-                return False
-            return found is not None and found.state is State.PLACED
-
-        wait_until(there, what="placement goes on", timeout_s=60)
-        placed_again_s = seconds_since(killed_s)
-        done.set()
-        producer.join()
+            wait_until(there, what="placement goes on", timeout_s=60)
+            placed_again_s = seconds_since(killed_s)
 
         def lost() -> int:
-            return sum(one.store.record(task_id) is None for task_id in sent)
+            return sum(one.store.record(task_id) is None for task_id in load.sent)
 
         # What the master had acknowledged and not yet replicated is gone with it; Redis promises no more.
         wait_until(lambda: lost() <= 20, what="all but the last few have a record", timeout_s=30)
         figures = {"publish again": f"{published_again_s:.1f} s", "place again": f"{placed_again_s:.1f} s"}
-        print({**figures, "sent": len(sent), "refused while away": len(refused), "lost with the master": lost()})
+        print({**figures, "sent": len(load.sent), "refused while away": load.refused, "lost with the master": lost()})
         one.close()
 
 

@@ -8,6 +8,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
@@ -298,6 +300,28 @@ def test_a_task_behind_a_busy_executor_goes_to_another_that_becomes_idle(pipelin
     assert [event["event"] for event in pipeline.store.story(third)][-2:] == ["lost", "placed"]
 
 
+def test_a_task_behind_a_busy_executor_is_found_by_the_placement_that_takes_over(pipeline: Pipeline) -> None:
+    pipeline.register(devices=2, executors=1)
+    first, second = pipeline.send(1), pipeline.send(1)
+    pipeline.settle()
+    third = pipeline.send(1)
+    pipeline.settle()
+    placed = {task_id: pipeline.store.records([task_id])[0].devices for task_id in (first, second, third)}
+    [beside] = [task_id for task_id in (first, second) if placed[task_id] != placed[third]]
+
+    pipeline.placement.resign()
+    pipeline.placement = PlacementService(
+        pipeline.store, pipeline.settings, make_planner(pipeline.settings), pipeline.answerer
+    )
+    pipeline.settle()
+    pipeline.run(beside)
+    pipeline.settle()
+    pipeline.settle()
+
+    assert pipeline.store.records([third])[0].devices == placed[beside]
+    assert [event["event"] for event in pipeline.store.story(third)][-2:] == ["lost", "placed"]
+
+
 def test_the_grace_of_a_task_begins_anew_when_the_device_that_it_fits_goes_away(pipeline: Pipeline) -> None:
     pipeline.configure("intake", unfit_grace_s=0.4)
     pipeline.register()
@@ -349,15 +373,32 @@ def test_a_retry_that_never_comes_is_a_dead_letter(pipeline: Pipeline) -> None:
     assert pipeline.state(other) is State.PLACED
 
 
-@pytest.mark.parametrize("answered", [True, False])
-def test_an_attempt_lost_after_its_function_was_over_ends_by_its_result(pipeline: Pipeline, answered: bool) -> None:
+@pytest.mark.parametrize(
+    ("dated_s", "state"),
+    [
+        pytest.param(0.2, State.SUCCEEDED, id="its result is out"),
+        pytest.param(-60.0, State.WAITING, id="the result is an earlier run's"),
+        pytest.param(None, State.WAITING, id="its result is not out"),
+    ],
+)
+@pytest.mark.parametrize("ahead_s", [0, 30, -30])
+def test_an_attempt_lost_after_its_function_was_over_ends_by_its_result(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, dated_s: float | None, state: State, ahead_s: int
+) -> None:
+    """Whatever the clock says of the machine that it ran on: its result is dated by the same."""
     pipeline.register()
     task_id = pipeline.send(1)
     pipeline.settle()
     view = pipeline.begin(task_id)
-    pipeline.store.finish(task_id, view.attempt, "10.1")
-    if answered:
-        pipeline.app.backend.store_result(task_id, 42, "SUCCESS")
+    there_s = time.time() + ahead_s
+    with monkeypatch.context() as there:
+        there.setattr("brim.store.attempts.time", SimpleNamespace(time=lambda: there_s))
+        pipeline.store.finish(task_id, view.attempt, "10.1")
+    if dated_s is not None:
+        backend = pipeline.app.backend
+        done = datetime.fromtimestamp(there_s + dated_s, UTC).isoformat()
+        meta = {"status": "SUCCESS", "result": 42, "task_id": task_id, "date_done": done}
+        backend.set(backend.get_key_for_task(task_id), json.dumps(meta))
     pipeline.configure("placement", lease_timeout_s=0.01)
     pipeline.placement._hearing_since_s = 0.0
 
@@ -369,7 +410,7 @@ def test_an_attempt_lost_after_its_function_was_over_ends_by_its_result(pipeline
     wait_until(lost, what="the node is lost")
     pipeline.placement._lose_nodes()
     pipeline.answerer.drain()
-    assert pipeline.state(task_id) is (State.SUCCEEDED if answered else State.WAITING)
+    assert pipeline.state(task_id) is state
 
 
 def test_a_placement_that_was_paused_takes_nothing_from_a_node_that_is_back(pipeline: Pipeline) -> None:

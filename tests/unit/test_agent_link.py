@@ -40,11 +40,13 @@ def test_the_agent_hears_greetings_and_changes_in_order(listener: Listener) -> N
         worker_ready.send(sender=None)
         worker_process_init.send(sender=None)
         worker.changed()
+        worker.changed("1-2")
     finally:
         worker_ready.disconnect(dispatch_uid="brim.agent_link.ready")
         worker_process_init.disconnect(dispatch_uid="brim.agent_link.executor")
 
-    assert listener.receive() == [Notice(event, "b00t", proc_id() or "") for event in Event]
+    heard = [Notice(event, "b00t", proc_id() or "") for event in Event]
+    assert listener.receive() == [*heard, Notice(Event.CHANGED, "b00t", proc_id() or "", over="1-2")]
     assert listener.receive() == []
 
 

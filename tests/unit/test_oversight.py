@@ -115,6 +115,12 @@ def test_an_attempt_bound_to_an_executor_to_be_replaced_was_refused_and_does_not
     assert codes(found) == [("executor_replaced", False)]
 
 
+def test_an_attempt_whose_end_the_server_has_forgotten_is_settled_and_does_not_count() -> None:
+    (loss,) = actions(sight(attempt(), over=frozenset({"a", "another"})))
+    assert isinstance(loss, Lose)
+    assert (loss.reason.code, loss.over, loss.counts) == ("end_lost", True, False)
+
+
 def test_an_idle_executor_is_replaced_once_it_has_settled() -> None:
     seen = sight(attempt(proc="11.1"), processes={GPU: {"10.1": True, "11.1": False}})
 

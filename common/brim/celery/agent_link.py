@@ -2,8 +2,8 @@
 
 The agent says in a worker's environment which device it serves and where the agent listens. The worker says
 by datagram when it is ready, each executor that it exists, and an executor that something has changed, so
-that the agent reports memory at once. Only the greetings matter: what a lost notice would have told, the agent
-finds out at its next look.
+that the agent reports memory at once, and which attempt it has done with. What a lost notice would have told, the
+agent finds out at its next look; only greetings, and an end that the server then forgets, it could not.
 """
 
 from __future__ import annotations
@@ -88,11 +88,15 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One message: ``proc`` ("<pid>.<start ticks>") sent it, a process of the worker with this ``boot``."""
+    """One message: ``proc`` ("<pid>.<start ticks>") sent it, a process of the worker with this ``boot``.
+
+    ``over``: the attempt that is none any more, by an answer that the store has given; empty where it is about none.
+    """
 
     event: Event
     boot: str
     proc: str
+    over: str = ""
 
 
 class WorkerSide:
@@ -106,9 +110,12 @@ class WorkerSide:
         worker_ready.connect(self._on_ready, weak=False, dispatch_uid="brim.agent_link.ready")
         worker_process_init.connect(self._on_process_init, weak=False, dispatch_uid="brim.agent_link.executor")
 
-    def changed(self) -> None:
-        """Have the agent look now; never waits, and does nothing where no agent listens."""
-        self._tell(Event.CHANGED, 0.0)
+    def changed(self, over: str = "") -> None:
+        """Have the agent look now; never waits, and does nothing where no agent listens.
+
+        ``over``: the attempt that has just been ended, or given back to be placed again.
+        """
+        self._tell(Event.CHANGED, 0.0, over)
 
     def _on_ready(self, **_: Any) -> None:
         self._tell(Event.READY, GREETING_TIMEOUT_S)
@@ -116,8 +123,8 @@ class WorkerSide:
     def _on_process_init(self, **_: Any) -> None:
         self._tell(Event.EXECUTOR, GREETING_TIMEOUT_S)
 
-    def _tell(self, event: Event, timeout_s: float) -> None:
-        text = f"{event} {self._identity.boot} {proc_id()}"
+    def _tell(self, event: Event, timeout_s: float, over: str = "") -> None:
+        text = f"{event} {self._identity.boot} {proc_id()} {over}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel, suppress(OSError):
             channel.settimeout(timeout_s)
             channel.sendto(text.encode(), f"\0{self._identity.agent}")
@@ -145,8 +152,8 @@ class Listener:
             except BlockingIOError:
                 return notices
             with suppress(ValueError):
-                event, boot, proc = words
-                notices.append(Notice(Event(event), boot, proc))
+                event, boot, proc, *over = words
+                notices.append(Notice(Event(event), boot, proc, *over[:1]))
 
     def close(self) -> None:
         """Stop listening."""

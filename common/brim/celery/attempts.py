@@ -53,6 +53,10 @@ class Attempts:
         self.key = settings.security.key
         self.store = Store.of(settings)
 
+    def server_s(self) -> float:
+        """The server's clock, the only one that all nodes have in common."""
+        return self._patiently(self.store.server_ms) / 1000
+
     def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
         """The start claim, before the pool gets the task."""
         return self._patiently(lambda: self.store.claim(task_id, attempt.attempt, self._identity.boot))
@@ -82,13 +86,13 @@ class Attempts:
         """The end, after the result: the reservation becomes leftover, and the agent looks at once."""
         outcome = Outcome(state, reason, leftover_mib, attempt.context_mib, peak_mib)
         self._patiently(lambda: self.store.end(task_id, attempt.attempt, attempt.devices, outcome))
-        self._agent.changed()
+        self._agent.changed(attempt.attempt)
 
     def requeue(self, task_id: str, attempt: AttemptHeader, reason: Reason) -> None:
         """The task asked to be delivered again (``Reject(requeue=True)``): it waits in its old place."""
         view = self._view(task_id, attempt, MAIN_PROCESS, State.FINISHING)
         self._patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
-        self._agent.changed()
+        self._agent.changed(attempt.attempt)
 
     def out_of_memory(
         self, task_id: str, attempt: AttemptHeader, proc: str, text: str, peak_mib: int, offered_mib: int | None
@@ -99,7 +103,7 @@ class Attempts:
         answer = self._patiently(
             lambda: place_again_with_more(self.store, view, reason, peak_mib, offered_mib, self._max_attempts)
         )
-        self._agent.changed()
+        self._agent.changed(attempt.attempt if answer is OutOfMemoryAnswer.WAITING else "")
         return answer
 
     def _view(self, task_id: str, attempt: AttemptHeader, proc: str, state: State) -> AttemptView:

@@ -95,6 +95,13 @@ class AttemptRequest(Request):
         assert attempt is not None
         return attempt
 
+    def maybe_expire(self) -> bool:
+        """Whether its ``expires`` has passed, by the server's clock: nodes' clocks may differ."""
+        over: bool = self.attempts.server_s() > self.expires.timestamp()
+        if over:
+            worker_state.revoked.add(self.id)
+        return over
+
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         if not self._may_answer():
             self._already_revoked = True

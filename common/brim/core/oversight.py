@@ -17,6 +17,7 @@ SETTLE_S = 0.25
 """An executor to be replaced is left alone this long: it may still be telling its worker that its task ended."""
 
 REPLACED, NOT_STARTED, CANNOT_START = "executor_replaced", "not_started", "worker_cannot_start"
+END_LOST = "end_lost"
 DRAINING = Reason("node_draining", "the node is shutting down")
 
 STALLS = 2
@@ -40,6 +41,8 @@ class Sight:
     """How executors (by proc) and workers (by boot) ended, where that is known: "was killed by SIGKILL"."""
     consuming: frozenset[str] = frozenset()
     """Queues whose workers have told of an end since the last look."""
+    over: frozenset[str] = frozenset()
+    """Attempts that the store had ended when their executors told of it: where it lists one now, it has forgotten."""
     draining: bool = False
     wanted: Sequence[Post] = ()
     """Posts on demand that are desired whatever the attempts are; those of sets of devices follow from the attempts."""
@@ -78,7 +81,12 @@ class Lose:
     @property
     def counts(self) -> bool:
         """Whether the loss counts towards the limit of its task: nor may it call for a hopeless worker for ever."""
-        return self.reason.code == CANNOT_START or (self.begun and self.reason.code != REPLACED)
+        return self.reason.code == CANNOT_START or (self.begun and self.reason.code not in (REPLACED, END_LOST))
+
+    @property
+    def over(self) -> bool:
+        """Whether its function is known to be over, whatever the store says."""
+        return self.reason.code == END_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +177,8 @@ def _idle(sight: Sight) -> Iterator[str]:
 
 def _loss(attempt: AttemptView, sight: Sight, doomed: set[str], calls: Iterable[Post]) -> Reason | None:
     """How this attempt is lost already, if it is."""
+    if attempt.attempt in sight.over:
+        return Reason(END_LOST, "it was over, and the server has lost what it had been told of that")
     if attempt.boot:
         worker = next((worker for worker in sight.workers.values() if worker.boot == attempt.boot), None)
         if worker is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from brim.core.model import AttemptView, Demand, Reason, State
@@ -45,7 +46,8 @@ class AttemptSide(Base):
         """
         keys = self.keys
         names = [keys.task(task_id), keys.story(task_id), keys.counts]
-        return ClaimAnswer(self.runner.run("finish", names, [attempt, proc, int(left_to_main)]).decode())
+        args: list[Arg] = [attempt, proc, int(left_to_main), round(time.time() * 1000)]
+        return ClaimAnswer(self.runner.run("finish", names, args).decode())
 
     def end(self, task_id: str, attempt: str, devices: Sequence[str], outcome: Outcome) -> EndAnswer:
         """Ends an attempt: its reservation becomes leftover, its record is closed, placement wakes."""

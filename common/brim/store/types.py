@@ -257,6 +257,8 @@ class Record:
     claimed_s: float | None = None
     started_s: float | None = None
     finished_s: float | None = None
+    finisher_s: float | None = None
+    """When its finish was claimed by the clock of the machine that claimed it, which may be another time."""
     ended_s: float | None = None
     peak_mib: int | None = None
     cancelling: bool = False

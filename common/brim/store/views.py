@@ -148,6 +148,7 @@ def _record(task_id: str, raw: Mapping[bytes, bytes]) -> Record | None:
         claimed_s=seconds(fields.get("claimed_ms")),
         started_s=seconds(fields.get("started_ms")),
         finished_s=seconds(fields.get("finished_ms")),
+        finisher_s=seconds(fields.get("finisher_ms")),
         ended_s=seconds(fields.get("ended_ms")),
         peak_mib=int(fields["peak_mib"]) if "peak_mib" in fields else None,
         cancelling="cancel" in fields,

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -52,6 +53,8 @@ HURRY_S = 0.05
 """Shortest time between two looks, however much happens."""
 AWAY_S = 1.0
 """Between two tries while Redis is away."""
+REMEMBERED = 4096
+"""So many of the latest ends are remembered, should a server that dies, or its replica, have lost some of them."""
 
 CUT_SHORT = Reason("node_draining", "the node shut down before the task was over")
 
@@ -109,6 +112,7 @@ class Agent:
         self._registered = False
         self._remembered = Remembered()
         self._consuming: set[str] = set()
+        self._over: deque[str] = deque(maxlen=REMEMBERED)
         self._running: set[str] = set()
         self._peaks = Peaks()
         self._outgrown: set[str] = set()
@@ -216,6 +220,8 @@ class Agent:
                 self.watch.add(worker.post.name, notice.proc)
             else:
                 self._consuming.add(worker.post.queue)
+                if notice.over:
+                    self._over.append(notice.over)
 
     def _step(self) -> None:
         """Register, or look; through an outage of Redis."""
@@ -267,6 +273,7 @@ class Agent:
             processes,
             {**self.workers.endings, **self.watch.endings},
             frozenset(self._consuming),
+            frozenset(self._over),
             draining,
         )
         self._consuming.clear()
@@ -336,7 +343,7 @@ class Agent:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Lose(attempt, reason):
-                self._settle(attempt, reason, counts=action.counts)
+                self._settle(attempt, reason, counts=action.counts, over=action.over)
             case Forget(device, proc):
                 self.store.process_gone(device, proc)
             case Replace(device, proc):
@@ -354,8 +361,8 @@ class Agent:
     def _settle_predecessors(self, attempt: AttemptView, reason: Reason) -> None:
         self._settle(attempt, reason, counts=bool(attempt.proc))
 
-    def _settle(self, attempt: AttemptView, reason: Reason, *, counts: bool) -> None:
-        answer = self.results.settle(attempt, reason, counts=counts)
+    def _settle(self, attempt: AttemptView, reason: Reason, *, counts: bool, over: bool = False) -> None:
+        answer = self.results.settle(attempt, reason, counts=counts, over=over)
         self.metrics.settled.labels(reason.code).inc()
         ids = about(attempt.task_id, attempt.attempt, ",".join(attempt.devices))
         log.info("%s: %s", reason, answer, extra=ids)

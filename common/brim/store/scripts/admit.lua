@@ -56,7 +56,7 @@ redis.call('SET', KEYS[12], integer(tick))
 local order = overflow_order(ARGV[7], tick)
 
 redis.call('HDEL', record, 'attempt', 'devices', 'node', 'boot', 'proc', 'reason', 'placed_ms', 'claimed_ms',
-  'started_ms', 'finished_ms', 'finisher', 'ended_ms')
+  'started_ms', 'finished_ms', 'finisher', 'finisher_ms', 'ended_ms')
 redis.call('HSET', record, 'task', ARGV[3], 'nesting', ARGV[4], 'retries', ARGV[5], 'lane', ARGV[6],
   'priority', ARGV[7], 'order', order, 'eta_ms', ARGV[8], 'expires_ms', ARGV[9], 'head', ARGV[10],
   'tail', ARGV[11], 'demand', ARGV[12], 'context_mib', ARGV[13], 'admitted_ms', integer(now), 'losses', '0')

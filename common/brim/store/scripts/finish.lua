@@ -3,6 +3,7 @@
 -- executor has begun, that it is about to kill, or whose executor is done with it and has left the answer to it.
 -- KEYS  1 record  2 story  3 counts
 -- ARGV  1 attempt  2 proc, '' the worker's main process  3 "1" if the executor is done and has left it to the main process
+--       4 ms by the clock of the machine that claims: what its result will be dated by
 -- Returns  "granted" (also when the same process asks again) | "stale" | "unknown" | "cancelled"
 
 local known = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'proc', 'finisher')
@@ -17,7 +18,7 @@ if state == 'finishing' then
 elseif state ~= 'running' and not (main and state == 'claimed') then
   return 'stale'
 end
-redis.call('HSET', KEYS[1], 'finisher', ARGV[2])
+redis.call('HSET', KEYS[1], 'finisher', ARGV[2], 'finisher_ms', ARGV[4])
 if state == 'finishing' then return 'granted' end
 local now = now_ms()
 redis.call('HSET', KEYS[1], 'finished_ms', integer(now))
