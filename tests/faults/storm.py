@@ -19,10 +19,12 @@ import tempfile
 import threading
 import time
 import uuid
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,9 @@ class Figures:
     attempts: int = 0
     attempts_lost: int = 0
     longest_recovery_s: float = 0.0
+    """The longest time in which nothing at all was placed, while a task waited that had lost an attempt."""
+    longest_wait_s: float = 0.0
+    """From the loss of an attempt to the next one's placement: its turn, too, which the least urgent wait long for."""
     ended: dict[str, int] = field(default_factory=dict)
     lost: int = 0
     double_finished: int = 0
@@ -362,6 +367,7 @@ class Storm:
         figures.tasks = len(ids)
         figures.attempts = sum(record.attempts for record in records.values())
         figures.ended = dict(Counter(str(record.state) for record in records.values()))
+        placed_ms = sorted(line["t"] for story in stories.values() for line in story if line["event"] == "placed")
         answered = set()
         for task_id in ids:
             if self._is_answered(app, task_id):
@@ -380,7 +386,7 @@ class Storm:
             if len(_ends(stories[task_id])) > 1:
                 figures.double_finished += 1
                 self._example(f"finished twice: {task_id}", stories[task_id])
-            self._count_recoveries(stories[task_id])
+            self._count_recoveries(stories[task_id], placed_ms)
         differences = store.audit()
         differences = differences and [d for d in store.audit() if d in differences]
         figures.audit_differences = len(differences)
@@ -390,7 +396,6 @@ class Storm:
                 excess.append(f"{uuid_} refused {seen.refused} allocations, held {seen.peak_mib} of {seen.total_mib}")
         figures.overcommit = len(excess)
         figures.examples += differences[:5] + excess[:5]
-        figures.longest_recovery_s = round(figures.longest_recovery_s, 2)
 
     def _is_answered(self, app: Celery, task_id: str) -> bool:
         result = app.AsyncResult(task_id)
@@ -402,15 +407,18 @@ class Storm:
             return False
         return True
 
-    def _count_recoveries(self, story: Sequence[Mapping[str, Any]]) -> None:
-        """From the loss of an attempt to the next one's placement, or the task's end."""
-        lost_ms = None
+    def _count_recoveries(self, story: Sequence[Mapping[str, Any]], placed_ms: Sequence[int]) -> None:
+        """From each loss of an attempt to the next one's placement, or the task's end; all placements, in order."""
+        figures, lost_ms = self.figures, None
         for line in story:
             if line["event"] == "lost":
                 lost_ms = line["t"]
-                self.figures.attempts_lost += 1
+                figures.attempts_lost += 1
             elif lost_ms is not None and (line["event"] == "placed" or line["event"] in TERMINAL):
-                self.figures.longest_recovery_s = max(self.figures.longest_recovery_s, (line["t"] - lost_ms) / 1000)
+                others = placed_ms[bisect_right(placed_ms, lost_ms) : bisect_left(placed_ms, line["t"])]
+                still_ms = max(after - before for before, after in pairwise([lost_ms, *others, line["t"]]))
+                figures.longest_recovery_s = max(figures.longest_recovery_s, still_ms / 1000)
+                figures.longest_wait_s = max(figures.longest_wait_s, (line["t"] - lost_ms) / 1000)
                 lost_ms = None
 
     def _example(self, what: str, story: Sequence[Mapping[str, Any]]) -> None:

@@ -63,7 +63,7 @@ class Guarded:
         return [f"{entry['username']}: {entry['reason']} {entry['object']} ({entry['context']})" for entry in found]
 
 
-@pytest.fixture(params=["valkey", "redis7"])
+@pytest.fixture(params=["valkey", pytest.param("redis7", marks=pytest.mark.large)])
 def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guarded]:
     users = tmp_path / "users.acl"
     users.write_text((ROOT / "deploy" / "redis" / "users.acl").read_text() + ADMIN + "\n")
@@ -72,7 +72,6 @@ def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guarded]
         yield Guarded(found.port, tmp_path)
 
 
-@pytest.mark.large
 def test_every_service_works_with_exactly_its_rights(guarded: Guarded) -> None:
     brim = "brim_services.cli"
     running = [
@@ -94,6 +93,10 @@ def test_every_service_works_with_exactly_its_rights(guarded: Guarded) -> None:
         assert producer.wait(120) == 0, (guarded.folder / "producer.log").read_text() + str(guarded.refusals())
         revoked = Celery(broker=guarded.url("producer"), backend=guarded.url("producer"), set_as_current=False)
         revoked.control.revoke("nobody")
+        wait_until(
+            lambda: guarded.refusals() or guarded.admin.zscore(store.keys.revoked, "nobody"),
+            what="intake has noted what was revoked",
+        )
         refused = revoked.send_task("vision.upscale", ("u",), {"width": "wide", "height": 1}, queue="brim.intake")
         with pytest.raises(Exception, match="width"):
             refused.get(timeout=30)

@@ -192,6 +192,7 @@ def test_a_master_that_dies_under_load_is_replaced_and_the_books_stay_in_order(t
         with Load(one) as load:
             wait_until(lambda: len(load.sent) >= 50, what="there is load")
             before = len(load.sent)
+            assert one.store.client.wait(1, 10_000) == 1  # the replica has what is there already
             cluster.master.kill()
             killed_s = time.monotonic()
             wait_until(lambda: len(load.sent) > before + 20, what="publishing goes on", timeout_s=60)

@@ -92,7 +92,7 @@ class Watched:
 def watched(folder: Path, name: str = "brim", down_after_ms: int = 1000) -> Iterator[Watched]:
     """Three sentinels, a master and a replica, in step."""
     with ExitStack() as stack:
-        master = stack.enter_context(server("valkey", folder / "master"))
+        master = stack.enter_context(server("valkey", folder / "master", ["--repl-diskless-sync-delay", "0"]))
         answers(master, redis.Redis(port=master.port))
         replica = stack.enter_context(
             server("valkey", folder / "replica", ["--replicaof", "127.0.0.1", str(master.port)])
@@ -115,15 +115,19 @@ def watched(folder: Path, name: str = "brim", down_after_ms: int = 1000) -> Iter
             stack.callback(Server(process, port, home / "log").kill)
             ports.append(port)
         look = Sentinel([("127.0.0.1", port) for port in ports], socket_timeout=1.0)
+        copy = redis.Redis(port=replica.port)
 
         def in_step() -> bool:
             try:
                 states = [one.sentinel_masters()[name] for one in look.sentinels]
             except (redis.RedisError, KeyError):
                 return False
-            return all(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2 for state in states)
+            known = all(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2 for state in states)
+            # A replica that has never had a copy is promoted as well as any: everything would be gone.
+            return known and copy.info("replication")["master_link_status"] == "up"
 
-        wait_until(in_step, what="the sentinels know each other and the replica", timeout_s=30)
+        wait_until(in_step, what="the sentinels know each other and the replica, which has its copy", timeout_s=30)
+        copy.close()
         yield Watched(master, replica, ports)
 
 
