@@ -67,6 +67,8 @@ SETTINGS = {
 }
 OUTSTANDING = 24
 """How many tasks producers have under way at once."""
+LOOK_S = 1.0
+"""Between two looks whether what was switched off has shown; what is under way differs in one of them at most."""
 LATEST_S = 240.0
 """How long everything may take to come to its end once the storm is over."""
 
@@ -207,6 +209,8 @@ class Storm:
         self.draw = random.Random(f"faults {seed}")
         self.figures = Figures(seed, seconds)
         self._paused: dict[int, float] = {}
+        self._differences: set[str] = set()
+        self._look_at_s = 0.0
 
     def run(self) -> Figures:
         """Start a cluster, let the storm pass over it, and look what is left."""
@@ -354,10 +358,14 @@ class Storm:
 
     def _has_shown(self) -> bool:
         """Whether what has been switched off has made itself felt: more of the same would show no more."""
-        if not self.sabotage:
+        if not self.sabotage or time.monotonic() < self._look_at_s:
             return False
-        stories = self.cluster.store.stories(self.cluster.store.task_ids())
-        return any(len(_ends(story)) > 1 for story in stories.values())
+        self._look_at_s = time.monotonic() + LOOK_S
+        with suppress(redis.RedisError):
+            before, self._differences = self._differences, set(self.cluster.store.audit())
+            stories = self.cluster.store.stories(self.cluster.store.task_ids())
+            return bool(before & self._differences) or any(len(_ends(story)) > 1 for story in stories.values())
+        return False
 
     def _judge(self, app: Celery, producer: Producer) -> None:
         figures, store = self.figures, self.cluster.store

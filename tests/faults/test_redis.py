@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from brim.core.model import State
+from faults.conftest import TRANSPORT
 from faults.town import Town
 
 
@@ -172,7 +173,7 @@ def test_pubsub_messages_lost(town: Town) -> None:
 def test_task_runs_longer_than_the_visibility_timeout(town: Town) -> None:
     go, results = town.hold(2)
     attempts = [town.record(result).attempt for result in results]
-    time.sleep(3.0 * 2.5)  # conftest.VISIBILITY_S
+    time.sleep(TRANSPORT["visibility_timeout"] * 2.5)
     assert [town.record(result).attempt for result in results] == attempts
     go.touch()
 

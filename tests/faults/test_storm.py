@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from brim.store.runner import sources
+from faults.sabotage import GUARDS
 from faults.storm import Storm, replay
 
 pytestmark = pytest.mark.timeout(400)
@@ -22,21 +24,28 @@ def test_brim_holds_in_a_storm(seed: int, tmp_path: Path) -> None:
     assert figures.kills > 0
 
 
+@pytest.mark.parametrize("what", sorted(GUARDS))
+def test_every_guard_is_where_it_is_switched_off(what: str) -> None:
+    texts = sources()
+    missing = [(script, guard) for script, guard, _ in GUARDS[what] if guard not in texts.get(script, texts["claim"])]
+    assert missing == []
+
+
 def test_without_fencing_a_storm_tells(tmp_path: Path) -> None:
     """A node that was declared lost while it was paused finishes what has been given to another one."""
     storm = Storm(
         tmp_path,
-        12.0,
+        20.0,
         1,
         faults={"pause_agent": 1},
         mix={"long": 1},
         outstanding=4,
         lease_s=1.5,
-        pauses=(6.0, 6.0),
+        pauses=(8.0, 8.0),
         first_s=1.5,
-        every_s=30.0,
-        longest_s=8.0,
-        latest_s=12.0,
+        every_s=60.0,
+        longest_s=10.0,
+        latest_s=10.0,
         sabotage="fencing",
         intakes=1,
         placements=1,
@@ -48,7 +57,18 @@ def test_without_fencing_a_storm_tells(tmp_path: Path) -> None:
 def test_without_the_guard_of_admission_a_storm_tells(tmp_path: Path) -> None:
     """What Celery puts back into the queue for a killed executor is admitted once more."""
     faults, mix = {"busy_executor": 1}, {"long": 1}
-    storm = Storm(tmp_path, 7.0, 2, faults=faults, mix=mix, longest_s=3.0, latest_s=6.0, sabotage="admission", **SMALL)
+    storm = Storm(
+        tmp_path,
+        20.0,
+        2,
+        faults=faults,
+        mix=mix,
+        outstanding=2,
+        longest_s=3.0,
+        latest_s=10.0,
+        sabotage="admission",
+        **SMALL,
+    )
 
     assert not storm.run().held
 
@@ -56,6 +76,17 @@ def test_without_the_guard_of_admission_a_storm_tells(tmp_path: Path) -> None:
 def test_without_reclaim_a_storm_tells(tmp_path: Path) -> None:
     """The attempts of killed executors are never taken back."""
     faults, mix = {"busy_executor": 1}, {"long": 1}
-    storm = Storm(tmp_path, 2.0, 3, faults=faults, mix=mix, longest_s=3.0, latest_s=6.0, sabotage="reclaim", **SMALL)
+    storm = Storm(
+        tmp_path,
+        2.0,
+        3,
+        faults=faults,
+        mix=mix,
+        outstanding=2,
+        longest_s=2.0,
+        latest_s=8.0,
+        sabotage="reclaim",
+        **SMALL,
+    )
 
     assert storm.run().lost > 0

@@ -15,9 +15,7 @@ import pytest
 
 from brim.core.model import State
 from brim.gpu import simulated
-from brim_services import embedded
 from brim_services.keeper import members
-from brim_services.supervise import Supervisor
 from support.agent import Bench
 from support.waiting import wait_until
 
@@ -254,26 +252,3 @@ def test_a_drain_ends_when_its_grace_is_over(bench: Bench) -> None:
     assert (record.state, record.losses) == (State.WAITING, 0)
     assert reasons(bench, task_id) == ["node_draining"]
     assert bench.processes() == {}
-
-
-def test_running_tasks_survive_an_outage_of_redis(namespace: str, tmp_path: Path) -> None:
-    with Supervisor(tmp_path / "server") as supervisor:
-        server = embedded.start(supervisor, tmp_path / "data", appendfsync="always")
-        bench = Bench(server.url, namespace, tmp_path)
-        try:
-            agent = bench.serve()
-            task_id = bench.run(until=str(tmp_path / "go"))
-            boot = bench.store.nodes()[0].boot
-
-            supervisor.stop(server.name)
-            wait_until(lambda: "is away" in agent.log, what="the agent has noticed")
-            (tmp_path / "go").touch()
-            embedded.start(supervisor, tmp_path / "data", port=server.port, appendfsync="always")
-
-            assert bench.wait_for(task_id, State.SUCCEEDED).attempts == 1
-            wait_until(lambda: "is back" in agent.log, what="the agent has noticed")
-            assert (agent.log.count("is away"), agent.log.count("is back")) == (1, 1)
-            assert bench.store.nodes()[0].boot == boot
-            assert bench.store.audit() == []
-        finally:
-            bench.close()
