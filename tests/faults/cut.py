@@ -108,9 +108,9 @@ class Namespace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cluster.client.config_set("bind", HOST)
         self._ip("link", "delete", self._outside)
         self._ip("netns", "delete", self._name)
+        self._cluster.client.config_set("bind", HOST)
 
     def node(self, name: str) -> Command:
         """How to run a node in the namespace."""
