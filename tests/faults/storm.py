@@ -69,6 +69,8 @@ OUTSTANDING = 24
 """How many tasks producers have under way at once."""
 LOOK_S = 1.0
 """Between two looks whether what was switched off has shown; what is under way differs in one of them at most."""
+SEEN_S = 0.2
+"""Between two looks whether a device is up."""
 LATEST_S = 240.0
 """How long everything may take to come to its end once the storm is over."""
 
@@ -87,10 +89,12 @@ class Figures:
     restarts: int = 0
     attempts: int = 0
     attempts_lost: int = 0
+    longest_down_s: float = 0.0
+    """The longest time in which no device was up, or none could be seen."""
     longest_recovery_s: float = 0.0
-    """The longest time in which nothing at all was placed, while a task waited that had lost an attempt."""
+    """The longest time in which a device was up, a task waited that had lost an attempt, and nothing was placed."""
     longest_wait_s: float = 0.0
-    """From the loss of an attempt to the next one's placement: its turn, too, which the least urgent wait long for."""
+    """From the loss of an attempt to the next one's placement: with its turn, for which the least urgent wait long."""
     ended: dict[str, int] = field(default_factory=dict)
     lost: int = 0
     double_finished: int = 0
@@ -211,6 +215,9 @@ class Storm:
         self._paused: dict[int, float] = {}
         self._differences: set[str] = set()
         self._look_at_s = 0.0
+        self._changes: list[tuple[float, bool]] = [(0.0, False)]
+        """When (ms, as in stories) a device came to be up, and none was any more."""
+        self._seen_s = 0.0
 
     def run(self) -> Figures:
         """Start a cluster, let the storm pass over it, and look what is left."""
@@ -256,6 +263,13 @@ class Storm:
             if death.code > 0:
                 self.figures.examples.append(f"{death} by itself")
         self._resume()
+        if time.monotonic() - self._seen_s >= SEEN_S:
+            self._seen_s = time.monotonic()
+            up = False
+            with suppress(redis.RedisError):
+                up = any(device.state == "up" for device in self.cluster.store.devices())
+            if up != self._changes[-1][1]:
+                self._changes.append((time.time() * 1000, up))
 
     def _strike(self, producer: Producer) -> None:
         kind = self.draw.choices(list(self.faults), list(self.faults.values()))[0]
@@ -374,6 +388,8 @@ class Storm:
         stories = store.stories(ids)
         figures.tasks = len(ids)
         figures.attempts = sum(record.attempts for record in records.values())
+        spans = [(after - before) / 1000 for (before, up), (after, _) in pairwise(self._changes) if not up and before]
+        figures.longest_down_s = round(max(spans, default=0.0), 2)
         figures.ended = dict(Counter(str(record.state) for record in records.values()))
         placed_ms = sorted(line["t"] for story in stories.values() for line in story if line["event"] == "placed")
         answered = set()
@@ -424,10 +440,16 @@ class Storm:
                 figures.attempts_lost += 1
             elif lost_ms is not None and (line["event"] == "placed" or line["event"] in TERMINAL):
                 others = placed_ms[bisect_right(placed_ms, lost_ms) : bisect_left(placed_ms, line["t"])]
-                still_ms = max(after - before for before, after in pairwise([lost_ms, *others, line["t"]]))
-                figures.longest_recovery_s = max(figures.longest_recovery_s, still_ms / 1000)
+                still_s = max(self._longest_up_s(*span) for span in pairwise([lost_ms, *others, line["t"]]))
+                figures.longest_recovery_s = max(figures.longest_recovery_s, round(still_s, 2))
                 figures.longest_wait_s = max(figures.longest_wait_s, (line["t"] - lost_ms) / 1000)
                 lost_ms = None
+
+    def _longest_up_s(self, since_ms: float, until_ms: float) -> float:
+        """The longest time within these bounds in which a device was up all the while."""
+        changes = [*self._changes, (until_ms, False)]
+        spans = [(max(since_ms, on), min(until_ms, off)) for (on, up), (off, _) in pairwise(changes) if up]
+        return max(0.0, *((off - on) / 1000 for on, off in spans))
 
     def _example(self, what: str, story: Sequence[Mapping[str, Any]]) -> None:
         if len(self.figures.examples) < 10:
