@@ -148,7 +148,7 @@ def test_whole_node_gone(town: Town) -> None:
         assert town.told(result).count("succeeded") == 1
 
 
-@pytest.mark.parametrize("link", [Line, Namespace])
+@pytest.mark.parametrize("link", [Namespace, pytest.param(Line, marks=pytest.mark.large)])
 def test_whole_node_cut_off(town: Town, link: type[Line | Namespace]) -> None:
     """Its tasks go on computing behind the cut line; they may not say so when it is mended."""
     supervisor, name = town.cluster.supervisor, town.cluster.node_names[-1]
