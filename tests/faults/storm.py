@@ -425,7 +425,8 @@ class Storm:
         result = app.AsyncResult(task_id)
         try:
             # A result that is not there by now is not on its way any more; the first few get a little longer.
-            result.get(timeout=2.0 if self.figures.unanswered < 3 else 0.1, propagate=False)
+            patient = self.figures.unanswered < 3 and not self.sabotage
+            result.get(timeout=2.0 if patient else 0.1, propagate=False)
         except Exception:
             app.backend.remove_pending_result(result)  # it would be waited for as long as the app lives
             return False
