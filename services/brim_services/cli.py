@@ -105,6 +105,9 @@ def demo(
     """Run mixed tasks on four simulated GPUs and sum up; exit 0 only if all of it held."""
     from brim_services.demo import Demo
 
+    if _chosen.config is not None:
+        reason = "the demo has settings of its own; brim up takes a settings file"
+        raise typer.BadParameter(reason, param_hint="--config")
     raise typer.Exit(Demo(tasks, seed, ignore_memory=ignore_memory, as_json=as_json).run())
 
 
@@ -727,8 +730,7 @@ def _queues(settings: Settings, store: Store, device_queues: list[str]) -> dict[
     """Messages in the broker's lists, by queue."""
     from brim.celery.envelope import INTAKE_QUEUE, BrokerLayout
 
-    broker = settings.broker
-    layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+    layout = BrokerLayout.of(settings.broker.model_dump())
     lists = {queue: layout.lists(queue) for queue in [INTAKE_QUEUE, *device_queues]}
     lengths = store.queue_lengths([name for names in lists.values() for name in names])
     return {queue: sum(lengths[name] for name in names) for queue, names in lists.items()}

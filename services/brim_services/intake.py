@@ -73,8 +73,7 @@ class Intake:
         self.store = store
         self.settings = settings
         self.table = table
-        broker = settings.broker
-        layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+        layout = BrokerLayout.of(settings.broker.model_dump())
         self.lists = layout.lists()
         self.bells = Bells(store, self.lists, stop)
         self.metrics = IntakeMetrics()

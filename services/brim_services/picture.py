@@ -152,8 +152,7 @@ class Painter:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self.store = store
-        broker = settings.broker
-        layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+        layout = BrokerLayout.of(settings.broker.model_dump())
         self._lists = layout.lists()
         self._facts: dict[str, AttemptFacts] = {}
 

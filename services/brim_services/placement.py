@@ -126,8 +126,7 @@ class PlacementService:
         self.metrics = PlacementMetrics()
         self._token = uuid.uuid4().hex[:8]
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{self._token}"
-        broker = settings.broker
-        layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+        layout = BrokerLayout.of(settings.broker.model_dump())
         self._intake_lists = layout.lists()
         self.told: Callable[[str, str, str, float], None] = lambda *_: None
         """Hears of every committed placement: task id, task, queue, and when."""

@@ -270,6 +270,12 @@ def test_estimate_refuses_with_the_reason(brim: Run, argv: list[str], reason: st
     assert reason in err
 
 
+def test_the_demo_takes_no_settings_file(brim: Run, tmp_path: Path) -> None:
+    code, _, err = brim("--config", str(tmp_path / "brim.toml"), "demo")
+    assert code == 2
+    assert "--config" in err
+
+
 def test_check_config_names_every_problem(brim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert brim("check-config")[0] == 0
     monkeypatch.setenv("BRIM_RESOURCES__TABLE", str(tmp_path / "none.yaml"))

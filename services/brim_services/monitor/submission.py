@@ -61,8 +61,7 @@ class Desk:
         self.settings = settings
         self.app = app
         self.admitter = admitter
-        broker = settings.broker
-        self._layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
+        self._layout = BrokerLayout.of(settings.broker.model_dump())
 
     def submit(self, tasks: Sequence[Submission]) -> list[Accepted | Problem]:
         """Admits tasks, each by itself, in a few round trips for all of them.
