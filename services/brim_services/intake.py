@@ -83,6 +83,7 @@ class Intake:
         self._stand_ins: dict[str, str] = {}
         self._stop = stop
         self._published = False
+        self._full = False
         self._learnt_s = -math.inf
 
     def lost_touch(self) -> None:
@@ -99,21 +100,25 @@ class Intake:
             self.learned.refresh(self.table.profiles)
             self._gpu_mib = whole_gpu_mib(self.store.devices()) or self._gpu_mib
             self._learnt_s = time.monotonic()
-        released = self.store.release_due(self.settings.intake.batch)
-        room = self.settings.intake.level1_limit - self.store.counts().get(State.WAITING, 0)
-        if room <= 0:
+        batch = self.settings.intake.batch
+        seen = self.store.look(self.lists, 1 if self._full else batch)
+        if due := seen.next_eta_s is not None and seen.next_eta_s <= seen.now_s:
+            self.store.release_due(batch)
+        room = self.settings.intake.level1_limit - seen.waiting
+        self._full = room <= 0
+        if self._full:
             self._stop.wait(FULL_S)
-        elif not self.admit_batch(room) and not released:
-            self.bells.wait(self._pause_s())
+        elif not self.admit(seen.messages[:room]) and not due:
+            until_s = IDLE_S if seen.next_eta_s is None else seen.next_eta_s - seen.now_s
+            self.bells.wait(min(IDLE_S, until_s))
 
-    def admit_batch(self, room: int) -> int:
-        """Admits up to one batch of messages, at most ``room``; returns how many were looked at."""
-        peeked = self.store.peek(self.lists, min(room, self.settings.intake.batch))
+    def admit(self, messages: Sequence[Peeked]) -> int:
+        """Admits these messages; returns how many."""
         admitter = self._admitter()
-        if not peeked:
+        if not messages:
             return 0
         with self.metrics.batch_seconds.time():
-            admissions = [admitter.assess(message) for message in peeked]
+            admissions = [admitter.assess(message) for message in messages]
             self._publish_stand_ins(admitter, admissions)
             answers = self.store.admit(admissions)
         for admission, answer in zip(admissions, answers, strict=True):
@@ -166,12 +171,6 @@ class Intake:
         if fresh:
             self.store.publish_stand_ins(fresh)
             self._stand_ins |= fresh
-
-    def _pause_s(self) -> float:
-        eta = self.store.next_eta_s()
-        if eta is None:
-            return IDLE_S
-        return min(IDLE_S, max(0.0, eta - self.store.server_ms() / 1000))
 
 
 def run(settings: Settings) -> None:

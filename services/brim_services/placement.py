@@ -138,6 +138,7 @@ class PlacementService:
         self._unfit_since: dict[str, float] = {}
         self._behind: dict[str, tuple[Placement, Lane]] = {}
         """Attempts that wait behind busy executors, with the lane that they came from, as if alone in it."""
+        self._server_ahead_s = 0.0
         self._elected_s = 0.0
         self._hearing_since_s = time.monotonic()
         self._housekeeping_s = 0.0
@@ -160,7 +161,7 @@ class PlacementService:
                 self._resync()
             else:
                 self.store.wait_for_wake(self._pause_s())
-                self._apply(self.store.take_changes(self.epoch, WINDOW))
+                self._hear(self.store.take_changes(self.epoch, WINDOW))
             self._place()
             if time.monotonic() - self._housekeeping_s >= HOUSEKEEPING_S:
                 self._housekeeping_s = time.monotonic()
@@ -212,7 +213,7 @@ class PlacementService:
         self.store.take_changes(self.epoch, WINDOW)
         self.mirror = Mirror()
         self._noted.clear()
-        self._apply(self.store.snapshot(WINDOW))
+        self._hear(self.store.snapshot(WINDOW))
         self._find_behind()
         self._stale = False
 
@@ -228,6 +229,15 @@ class PlacementService:
             )
             waiting = Waiting(record.task_id, record.priority, record.admitted_s)
             self._behind[view.attempt] = placement, Lane(view.lane, record.task, record.demand, [waiting])
+
+    def _hear(self, changes: Changes) -> None:
+        """Takes over changes that have just been read, and the server's clock with them."""
+        self._server_ahead_s = changes.now_s - time.monotonic()
+        self._apply(changes)
+
+    def _now_s(self) -> float:
+        """The server's time, by how far its clock was ahead at the latest changes."""
+        return self._server_ahead_s + time.monotonic()
 
     def _apply(self, changes: Changes) -> None:
         for window in changes.lanes:
@@ -245,7 +255,7 @@ class PlacementService:
     def _place(self) -> None:
         """Plans and commits until a plan places nothing more, or a commit is refused and the mirror is stale."""
         while True:
-            now_s = self.store.server_ms() / 1000
+            now_s = self._now_s()
             with self.metrics.decision_seconds.time():
                 plan = self.planner.plan(self.mirror.cluster, self.mirror.waiting_lanes(), now_s, self.promises)
             statuses = self._commit(plan, now_s)

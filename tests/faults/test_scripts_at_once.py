@@ -79,7 +79,7 @@ class Client:
         self.connection.lpush(self.list, f"{task_id} {retries} {vram_mib} {self.random.random()}")
 
     def admit(self) -> AdmitAnswer | None:
-        messages = self.store.peek([self.list], 3)
+        messages = self.store.look([self.list], 3).messages
         if not messages:
             return None
         return self.store.admit([self.assess(message) for message in messages])[0]

@@ -82,11 +82,15 @@ class Pipeline:
         """Steps both services and the answerer until nothing is left to do for them."""
         self.intake._learnt_s = 0.0
         self.intake.learn_signatures()
-        while self.intake.admit_batch(1000):
+        while self.admit():
             pass
         self.placement.step()
         self.placement.step()
         self.answerer.drain()
+
+    def admit(self) -> int:
+        """Intake admits what lies in the broker; how many."""
+        return self.intake.admit(self.store.look(self.intake.lists, 1000).messages)
 
     def state(self, task_id: str) -> State:
         record = self.store.record(task_id)
@@ -230,7 +234,7 @@ def test_a_second_placement_stands_by_and_takes_over(pipeline: Pipeline) -> None
     assert second._lead()
     task_id = pipeline.send(1)
     pipeline.intake.learn_signatures()
-    pipeline.intake.admit_batch(10)
+    pipeline.admit()
     pipeline.placement._stale = False
     pipeline.placement.step()
     assert pipeline.placement.epoch == 0
@@ -278,7 +282,7 @@ def test_a_task_that_placement_finds_gone_leaves_its_place_to_the_next_at_once(p
     pipeline.placement.step()
     first, second = pipeline.send(1), pipeline.send(1)
     pipeline.intake.learn_signatures()
-    pipeline.intake.admit_batch(10)
+    pipeline.admit()
     pipeline.placement._resync()
     pipeline.store.cancel(first, Reason("test", "because"))
     pipeline.placement._place()
@@ -436,7 +440,7 @@ def test_an_answer_that_cannot_be_written_holds_up_no_other(
 ) -> None:
     pipeline.register()
     first, second = pipeline.send(name="t.unknown"), pipeline.send(name="t.unknown")
-    pipeline.intake.admit_batch(10)
+    pipeline.admit()
     write = Answers.write
 
     def failing(answers: Answers, task_id: str, *rest: object) -> None:
@@ -455,7 +459,7 @@ def test_an_answer_that_cannot_be_written_holds_up_no_other(
 def test_a_task_that_waited_for_its_signature_gets_its_priority_with_its_estimate(pipeline: Pipeline) -> None:
     late = pipeline.send(1, headers={"brim": {"priority": 9}})
     early = pipeline.send(1, headers={"brim": {"priority": 2}})
-    pipeline.intake.admit_batch(10)
+    pipeline.admit()
     pipeline.register()
     pipeline.intake.learn_signatures()
     [window] = pipeline.store.snapshot(10).lanes[-1:]

@@ -300,7 +300,7 @@ def test_a_scheduled_task_waits_for_its_eta(cluster: Cluster) -> None:
     while not cluster.store.release_due(10):
         pass
     assert (cluster.state("late"), cluster.state("soon")) == (State.SCHEDULED, State.WAITING)
-    assert cluster.store.next_eta_s() == pytest.approx(now + 60, abs=0.01)
+    assert cluster.store.look([], 1).next_eta_s == pytest.approx(now + 60, abs=0.01)
 
 
 def test_a_refusal_is_a_record_with_a_reason_and_an_answer(cluster: Cluster) -> None:

@@ -186,7 +186,7 @@ class Bench:
     def admit_all(self, vram_mib: int = 1000, guard: str = "off") -> dict[str, AdmitAnswer]:
         """Admit what lies in the intake queue: id -> answer."""
         answers = {}
-        for peeked in self.store.peek([f"{self.namespace}brim.intake"], 100):
+        for peeked in self.store.look([f"{self.namespace}brim.intake"], 100).messages:
             message, prepared = parse(peeked.raw), split(peeked.raw)
             admission = Admission(
                 peeked,

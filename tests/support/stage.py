@@ -54,7 +54,7 @@ class Stage:
 
     def admit(self) -> list[tuple[str, AdmitAnswer]]:
         """Take everything from the intake queue into records."""
-        peeked = self.store.peek(self.layout.lists(), 1000)
+        peeked = self.store.look(self.layout.lists(), 1000).messages
         admissions = [self._admission(source) for source in peeked]
         return [
             (admission.identity.task_id, answer)

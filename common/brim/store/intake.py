@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from brim.core.model import Identity, Reason
+from brim.core.model import Identity, Reason, State
 
 from .base import Base
 from .codec import dump, milliseconds
 from .runner import Arg, Call
-from .types import Admission, AdmitAnswer, Peeked
+from .types import Admission, AdmitAnswer, Look, Peeked
 
 REVOKED = Reason("revoked", "revoked by its producer")
 REVOKES_KEPT, REVOKES_KEPT_S = 50_000, 10_800
@@ -19,15 +19,23 @@ REVOKES_KEPT, REVOKES_KEPT_S = 50_000, 10_800
 class IntakeSide(Base):
     """Peeking at messages and admitting them; any number of replicas may do so at once."""
 
-    def peek(self, lists: Sequence[str], limit: int) -> list[Peeked]:
-        """Up to ``limit`` messages from the consuming ends of ``lists`` (most urgent list first)."""
+    def look(self, lists: Sequence[str], limit: int) -> Look:
+        """What there is to do, in one round trip: up to ``limit`` (at least 1) messages from the consuming ends of
+        ``lists`` (most urgent list first), and what decides whether they may come in."""
         pipeline = self.client.pipeline(transaction=False)
+        pipeline.time()
+        pipeline.hget(self.keys.counts, State.WAITING)
+        pipeline.zrange(self.keys.scheduled, 0, 0, withscores=True)
         for key in lists:
             pipeline.lrange(key, -limit, -1)
-        found = [
-            Peeked(key, raw) for key, tail in zip(lists, pipeline.execute(), strict=True) for raw in reversed(tail)
-        ]
-        return found[:limit]
+        (whole, micros), waiting, scheduled, *tails = pipeline.execute()
+        found = [Peeked(key, raw) for key, tail in zip(lists, tails, strict=True) for raw in reversed(tail)]
+        return Look(
+            int(whole) + int(micros) / 1e6,
+            int(waiting or 0),
+            float(scheduled[0][1]) / 1000 if scheduled else None,
+            found[:limit],
+        )
 
     def wait_for_message(self, key: str, timeout_s: float) -> bool:
         """Blocks until the broker list has a message; moves nothing (its last element moves onto itself)."""
@@ -132,11 +140,6 @@ class IntakeSide(Base):
             for i, lane in zip(due, lanes, strict=True)
         ]
         return sum(int(answer) for answer in self.runner.run_many(calls))
-
-    def next_eta_s(self) -> float | None:
-        """When the next scheduled task is due, in server seconds."""
-        first = self.client.zrange(self.keys.scheduled, 0, 0, withscores=True)
-        return float(first[0][1]) / 1000 if first else None
 
     def _lanes_of(self, ids: Iterable[str]) -> list[str]:
         pipeline = self.client.pipeline(transaction=False)

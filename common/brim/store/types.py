@@ -96,6 +96,17 @@ class Peeked:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """What intake acts on: server time, how many tasks wait in overflow, when the next scheduled one is due (None: no
+    task is scheduled), and messages of the broker's lists."""
+
+    now_s: float
+    waiting: int
+    next_eta_s: float | None
+    messages: Sequence[Peeked]
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Everything that admission writes about one message. ``refusal`` set: it is dead-lettered instead."""
 
