@@ -126,7 +126,7 @@ class Client:
         if record.state is State.PLACED:
             return self.store.claim(i, attempt, "w1")
         if record.state is State.CLAIMED:
-            return self.store.bind(i, attempt, record.devices, proc)
+            return self.store.bind(i, attempt, record.devices, proc).answer
         if record.state is State.RUNNING:
             bound = next((v.proc for v in self.store.books(record.devices)[0] if v.attempt == attempt), proc)
             return self.store.finish(i, attempt, self.random.choice([bound, bound, ""]))

@@ -368,7 +368,7 @@ class Scripts(RuleBasedStateMachine):
         assert found == self.model.claim(a.task_id, a.attempt, boot)
 
     def bind(self, client: int, a: Commit, proc: str) -> None:
-        found = self.begin(client).bind(a.task_id, a.attempt, a.devices, proc)
+        found = self.begin(client).bind(a.task_id, a.attempt, a.devices, proc).answer
         assert found == self.model.bind(a.task_id, a.attempt, proc)
 
     def finish(self, client: int, a: Commit, proc: str, left_to_main: bool) -> None:

@@ -65,7 +65,7 @@ class Cluster:
         attempt, status = self.place(task_id, vram_mib)
         assert status == "committed"
         assert self.store.claim(task_id, attempt, "w1") is ClaimAnswer.GRANTED
-        assert self.store.bind(task_id, attempt, [GPU], proc) is ClaimAnswer.GRANTED
+        assert self.store.bind(task_id, attempt, [GPU], proc).answer is ClaimAnswer.GRANTED
         return attempt
 
     def state(self, task_id: str) -> State:
@@ -181,7 +181,7 @@ def test_a_stale_placement_is_fenced(cluster: Cluster) -> None:
 def test_only_the_live_attempt_may_claim_bind_and_finish(cluster: Cluster) -> None:
     cluster.admit("a")
     first = cluster.run("a")
-    assert cluster.store.bind("a", first, [GPU], "11.1") is ClaimAnswer.STALE
+    assert cluster.store.bind("a", first, [GPU], "11.1").answer is ClaimAnswer.STALE
     assert cluster.store.lose(cluster.view(first), WHY, counts=True, max_attempts=3) is LoseAnswer.WAITING
     assert cluster.store.finish("a", first, "10.1") is ClaimAnswer.STALE
     assert cluster.store.end("a", first, [GPU], Outcome(State.SUCCEEDED)) is EndAnswer.STALE
@@ -258,7 +258,7 @@ def test_idle_leftover_is_reclaimed_by_replacing_its_process(cluster: Cluster) -
     cluster.admit("a")
     attempt, _ = cluster.place("a")
     cluster.store.claim("a", attempt, "w1")
-    assert cluster.store.bind("a", attempt, [GPU], "10.1") is ClaimAnswer.DOOMED
+    assert cluster.store.bind("a", attempt, [GPU], "10.1").answer is ClaimAnswer.DOOMED
     assert cluster.store.lose(cluster.view(attempt), WHY, counts=False, max_attempts=1) is LoseAnswer.WAITING
 
 
@@ -280,7 +280,7 @@ def test_a_task_that_does_not_run_is_cancelled_at_once(cluster: Cluster, stage: 
     assert cluster.store.cancel("a", WHY) is CloseAnswer.REFUSED
     assert cluster.store.cancel("b", WHY) is CloseAnswer.UNKNOWN
     if stage == "claimed":
-        assert cluster.store.bind("a", attempt, [GPU], "10.1") is ClaimAnswer.CANCELLED
+        assert cluster.store.bind("a", attempt, [GPU], "10.1").answer is ClaimAnswer.CANCELLED
 
 
 def test_a_running_task_is_marked_and_ends_cancelled(cluster: Cluster) -> None:
@@ -466,7 +466,7 @@ def test_a_process_to_be_replaced_is_told_so_however_often_it_asks(cluster: Clus
     attempt, _ = cluster.place("a")
     cluster.store.claim("a", attempt, "w1")
     for _ in range(2):
-        assert cluster.store.bind("a", attempt, [GPU], "10.1") is ClaimAnswer.DOOMED
+        assert cluster.store.bind("a", attempt, [GPU], "10.1").answer is ClaimAnswer.DOOMED
 
 
 def test_no_more_processes_are_replaced_than_cover_what_is_short(cluster: Cluster) -> None:

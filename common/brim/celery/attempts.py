@@ -16,7 +16,7 @@ from brim.core.retry import demand_after_out_of_memory
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.connection import is_outage
-from brim.store.types import ClaimAnswer, Outcome, OutOfMemoryAnswer
+from brim.store.types import Bound, ClaimAnswer, Outcome, OutOfMemoryAnswer
 
 from .agent_link import WorkerIdentity, WorkerSide
 from .envelope import AttemptHeader
@@ -61,14 +61,9 @@ class Attempts:
         """The start claim, before the pool gets the task."""
         return self._patiently(lambda: self.store.claim(task_id, attempt.attempt, self._identity.boot))
 
-    def bind(self, task_id: str, attempt: AttemptHeader, proc: str) -> ClaimAnswer:
+    def bind(self, task_id: str, attempt: AttemptHeader, proc: str) -> Bound:
         """An executor is about to run the task."""
         return self._patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc))
-
-    def limit_mib(self, task_id: str, attempt: AttemptHeader) -> int | None:
-        """What frameworks may hold beside the context during this attempt; None where its profile does not guard it."""
-        guard = self._patiently(lambda: self.store.guard(task_id))
-        return None if guard == "off" else max(1, attempt.vram_mib - attempt.context_mib)
 
     def finish(self, task_id: str, attempt: AttemptHeader, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:
         """The finish claim: only who is granted it may publish anything about the task."""

@@ -26,7 +26,7 @@ from brim.core.model import Reason, State
 from brim.gpu import frameworks
 from brim.gpu.probe import NodeFault, Probe, Sample, open_probe
 from brim.gpu.process import proc_id
-from brim.store.types import ClaimAnswer, OutOfMemoryAnswer
+from brim.store.types import Bound, ClaimAnswer, OutOfMemoryAnswer
 
 from .attempts import Attempts, refusal
 from .envelope import HEADER, INTAKE_QUEUE, AttemptHeader
@@ -64,7 +64,7 @@ class Execution:
         """What frameworks' pools would have held if they had not been refused it."""
         self.replaced_by: Signature | None = None
 
-    def bind(self) -> ClaimAnswer:
+    def bind(self) -> Bound:
         """Claim the attempt for this process."""
         return self.attempts.bind(self.task_id, self.attempt, self.proc)
 
@@ -187,11 +187,11 @@ class Executor:
             if attempt is None:
                 return trace(uuid, args, kwargs, request)
             execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory)
-            answer = execution.bind()
-            if answer is not ClaimAnswer.GRANTED:
-                return _ignored(refusal(attempt, uuid, "run", answer))
+            bound = execution.bind()
+            if bound.answer is not ClaimAnswer.GRANTED:
+                return _ignored(refusal(attempt, uuid, "run", bound.answer))
             frameworks.begin()
-            frameworks.limit(self._attempts.limit_mib(uuid, attempt))
+            frameworks.limit(None if bound.guard == "off" else max(1, attempt.vram_mib - attempt.context_mib))
             token = _current.set(execution)
             try:
                 traced_outcome = trace(uuid, args, kwargs, request)

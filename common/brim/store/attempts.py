@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from brim.core.model import AttemptView, Demand, Reason, State
 
 from .base import Base, FencedError
-from .codec import dump
+from .codec import dump, guard_of
 from .runner import Arg
-from .types import ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome, OutOfMemoryAnswer
+from .types import Bound, ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome, OutOfMemoryAnswer
 
 _PLACED_ON_THE_WAY = (State.PLACED, State.CLAIMED)
 
@@ -24,7 +24,7 @@ class AttemptSide(Base):
         names = [keys.task(task_id), keys.story(task_id), keys.counts]
         return ClaimAnswer(self.runner.run("claim", names, [attempt, boot]).decode())
 
-    def bind(self, task_id: str, attempt: str, devices: Sequence[str], proc: str) -> ClaimAnswer:
+    def bind(self, task_id: str, attempt: str, devices: Sequence[str], proc: str) -> Bound:
         """Binds an attempt to the executor process ``proc`` ("<pid>.<start ticks>") that will run it."""
         keys = self.keys
         names = [
@@ -36,7 +36,8 @@ class AttemptSide(Base):
             keys.wake,
         ]
         names += [keys.book(uuid) for uuid in devices]
-        return ClaimAnswer(self.runner.run("bind", names, [attempt, proc]).decode())
+        answer, estimate = self.runner.run("bind", names, [attempt, proc])
+        return Bound(ClaimAnswer(answer.decode()), guard_of(estimate))
 
     def finish(self, task_id: str, attempt: str, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:
         """The finish claim: the user's function is over, its callbacks and result are not out yet.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from brim.core.model import Reason
 
 from .base import Base, FencedError
-from .codec import dump, guard_of
+from .codec import dump
 from .runner import Arg, Call
 from .types import Peak
 
@@ -23,10 +23,6 @@ class CalibrationSide(Base):
     def outgrown(self, task_id: str, attempt: str, reason: Reason) -> None:
         """Tells in its task's story that a live attempt uses more than is reserved for it."""
         self.runner.run("outgrown", [self.keys.task(task_id), self.keys.story(task_id)], [attempt, dump(reason)])
-
-    def guard(self, task_id: str) -> str:
-        """How a task is held to its reservation: ``off``, ``soft`` or ``hard``."""
-        return guard_of(self.client.hget(self.keys.task(task_id), "estimate"))
 
     def peaks(self, limit: int) -> list[Peak]:
         """The oldest peaks that nobody has learned from."""

@@ -44,6 +44,14 @@ class ClaimAnswer(StrEnum):
     """The process is about to be replaced; do not run, the agent places the attempt again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What an executor hears when it binds an attempt; ``guard``: how the task is held to its reservation."""
+
+    answer: ClaimAnswer
+    guard: str
+
+
 class EndAnswer(StrEnum):
     """What became of an attempt's end."""
 

@@ -1,26 +1,27 @@
 -- Binds an attempt to the executor process that is about to run it; from here on the process holds its memory.
 -- KEYS  1 record  2 story  3 counts  4 availability  5 changed  6 wake  7.. books
 -- ARGV  1 attempt  2 proc
--- Returns  "granted" (also when the same process asks again) | "doomed" (the process is about to be replaced: do
---          not run; its agent places the attempt again) | "stale" | "unknown" | "cancelled"
+-- Returns  {answer, the estimate's explanation as JSON or ''}
+--   answer  "granted" (also when the same process asks again) | "doomed" (the process is about to be replaced: do
+--           not run; its agent places the attempt again) | "stale" | "unknown" | "cancelled"
 
-local known = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'proc')
+local known = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'proc', 'estimate')
 local state = known[1]
-if not state then return 'unknown' end
-if state == 'cancelled' then return 'cancelled' end
-if known[2] ~= ARGV[1] then return 'stale' end
+if not state then return { 'unknown', '' } end
+if state == 'cancelled' then return { 'cancelled', '' } end
+if known[2] ~= ARGV[1] then return { 'stale', '' } end
 
 local doomed, books = false, {}
 for i = 7, #KEYS do
   local book = read_book(KEYS[i])
-  if not book.attempts[ARGV[1]] then return 'stale' end
+  if not book.attempts[ARGV[1]] then return { 'stale', '' } end
   local process = book.processes[ARGV[2]]
   doomed = doomed or (process and process.doomed)
   books[#books + 1] = book
 end
 local answer = doomed and 'doomed' or 'granted'
-if state == 'running' and known[3] == ARGV[2] then return answer end
-if state ~= 'claimed' then return 'stale' end
+if state == 'running' and known[3] == ARGV[2] then return { answer, known[4] or '' } end
+if state ~= 'claimed' then return { 'stale', '' } end
 
 for _, book in ipairs(books) do
   book.attempts[ARGV[1]].proc = ARGV[2]
@@ -35,4 +36,4 @@ local now = now_ms()
 redis.call('HSET', KEYS[1], 'proc', ARGV[2], 'started_ms', integer(now))
 move(KEYS[1], KEYS[3], state, 'running')
 tell(KEYS[2], now, doomed and 'doomed' or 'started', ',"attempt":"' .. ARGV[1] .. '","proc":"' .. ARGV[2] .. '"')
-return answer
+return { answer, known[4] or '' }
