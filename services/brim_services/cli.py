@@ -259,7 +259,7 @@ def show(task_id: Annotated[str, typer.Argument(help="The Celery task id.")], as
     facts = {
         "state": record.state,
         "reason": record.reason,
-        "demand": f"{record.demand.vram_mib} MiB" + f" on {record.demand.gpus} GPUs" * (record.demand.gpus > 1),
+        "demand": record.demand,
         "peak": None if record.peak_mib is None else f"{record.peak_mib} MiB",
         "priority": record.priority,
         "node": record.node,

@@ -77,20 +77,25 @@ def story_breaches(story: Story) -> Iterator[str]:
 def overcommitted(stories: Iterable[Story], devices: Sequence[Device]) -> Iterator[str]:
     """Devices on which more was reserved at one moment than they can give away (invariant 1)."""
     held: defaultdict[str, list[Interval]] = defaultdict(list)
+    rooms = {device.uuid: device.total_mib - device.headroom_mib for device in devices}
+
+    def hold(placed: Mapping[str, Any], until: float) -> None:
+        for uuid in placed["devices"].split(","):
+            mib = rooms.get(uuid, 0) if placed.get("whole") else placed["vram_mib"]
+            held[uuid].append((placed["t"], until, mib))
+
     for story in stories:
         placed: Mapping[str, Any] | None = None
         for line in story:
             if line["event"] == "placed":
                 placed = line
             elif line["event"] in RELEASES and placed is not None:
-                for uuid in placed["devices"].split(","):
-                    held[uuid].append((placed["t"], line["t"], placed["vram_mib"]))
+                hold(placed, line["t"])
                 placed = None
         if placed is not None:
-            for uuid in placed["devices"].split(","):
-                held[uuid].append((placed["t"], math.inf, placed["vram_mib"]))
+            hold(placed, math.inf)
     for device in devices:
-        room, reserved = device.total_mib - device.headroom_mib, peak(held[device.uuid])
+        room, reserved = rooms[device.uuid], peak(held[device.uuid])
         if reserved > room:
             name = f"{device.node}.{device.index}"
             yield f"no over-commit: {reserved} MiB were reserved at once on {name}, which has {room}"

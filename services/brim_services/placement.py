@@ -28,6 +28,7 @@ from brim.core.placement import (
     Waiting,
     make_policy,
 )
+from brim.core.placement.fit import claim_mib, missing_mib
 from brim.settings import PolicyChoice, Settings
 from brim.store import FencedError, Store
 from brim.store.types import Changes, Commit, LaneWindow, NodeView
@@ -308,7 +309,8 @@ class PlacementService:
         node, uuids = devices[0].node, [device.uuid for device in devices]
         # The server may forget an epoch when it dies; the service's own name still keeps attempts apart.
         attempt = f"{self.epoch}-{self._token}-{next(self._numbers)}"
-        fields = attempt_fields(attempt, uuids, node, placement.demand.vram_mib, window.context_mib)
+        claimed_mib = min(claim_mib(device, placement.demand) for device in devices)
+        fields = attempt_fields(attempt, uuids, node, claimed_mib, window.context_mib)
         return Commit(
             placement.task_id,
             placement.lane,
@@ -320,6 +322,7 @@ class PlacementService:
             slot(uuid.uuid4().hex, sign(fields, placement.task_id, self.settings.security.key)),
             placement.demand.cpus,
             placement.demand.ram_mib,
+            placement.demand.whole,
         )
 
     def _devices(self, placement: Placement) -> list[Device]:
@@ -358,7 +361,7 @@ class PlacementService:
         for uuid_ in plan.recycle:
             device = self.mirror.cluster.device(uuid_)
             assert device is not None
-            short = [lane.demand.vram_mib - device.available_mib for lane in self.mirror.waiting_lanes()]
+            short = [missing_mib(device, lane.demand) for lane in self.mirror.waiting_lanes()]
             wanted = [mib for mib in short if 0 < mib <= device.reclaimable_mib]
             if wanted:
                 self.store.doom(self.epoch, uuid_, min(wanted))

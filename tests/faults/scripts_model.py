@@ -12,6 +12,10 @@ from brim.core.model import LIVE, TERMINAL, State
 
 TOTAL_MIB, HEADROOM_MIB, EXECUTORS = 10_000, 500, 1
 CONTEXT_MIB = 300
+HOST_CPUS, HOST_RAM_MIB = 0.6, 15
+"""What every node has registered."""
+WHOLE_MIB = 3_000
+"""Demands of this size wish for whole devices, with at least so much."""
 ANSWERED = frozenset({State.CANCELLED, State.EXPIRED, State.DEAD})
 RUNNING = (State.RUNNING, State.FINISHING)
 
@@ -79,6 +83,8 @@ class Held:
 
     vram_mib: int
     proc: str = ""
+    cpus: float = 0.0
+    ram_mib: int = 0
 
 
 @dataclass
@@ -91,13 +97,16 @@ class Book:
     sampled: int = 0
     attempts: dict[str, Held] = field(default_factory=dict)
     processes: dict[str, Process] = field(default_factory=dict)
+    whole: str | None = None
+    """The attempt that has it to itself."""
 
     def reserved(self, proc: str) -> int:
         return sum(held.vram_mib for held in self.attempts.values() if held.proc == proc)
 
     @property
     def committed(self) -> int:
-        return self.reserved("") + sum(max(self.reserved(name), p.held) for name, p in self.processes.items())
+        committed = self.reserved("") + sum(max(self.reserved(name), p.held) for name, p in self.processes.items())
+        return committed if self.whole is None else max(committed, TOTAL_MIB - HEADROOM_MIB - self.external)
 
     @property
     def reclaimable(self) -> int:
@@ -213,7 +222,16 @@ class Model:
         self.resigned |= self.holder == holder
 
     def commit(
-        self, epoch: int, task_id: str, lane: str, attempt: str, devices: Sequence[str], vram_mib: int, ahead: int
+        self,
+        epoch: int,
+        task_id: str,
+        lane: str,
+        attempt: str,
+        devices: Sequence[str],
+        vram_mib: int,
+        ahead: int,
+        cpus: float,
+        ram_mib: int,
     ) -> str:
         if epoch != self.epoch:
             return "fenced"
@@ -228,16 +246,31 @@ class Model:
                 return "refused unknown"
             if book.state != "up":
                 return "refused state"
-            if book.available < vram_mib:
+            if self.missing(uuid, vram_mib) > 0:
                 return "refused memory"
             if len(book.attempts) >= EXECUTORS + ahead:
                 return "refused executors"
+        held = [h for b in self.books.values() if b.node == book.node for h in b.attempts.values()]
+        if cpus and sum(h.cpus for h in held) + cpus > HOST_CPUS:
+            return "refused cpus"
+        if ram_mib and sum(h.ram_mib for h in held) + ram_mib > HOST_RAM_MIB:
+            return "refused ram"
         for uuid in devices:
-            self.books[uuid].attempts[attempt] = Held(vram_mib)
+            book, whole = self.books[uuid], vram_mib == WHOLE_MIB
+            book.attempts[attempt] = Held(max(vram_mib, book.available) if whole else vram_mib)
+            book.whole = attempt if whole else None
+        first = self.books[devices[0]].attempts[attempt]
+        first.cpus, first.ram_mib = cpus, ram_mib
         task.state, task.attempt, task.devices = State.PLACED, attempt, tuple(devices)
         task.boot, task.proc, task.finisher = "", "", None
         self.pushed += 1
         return "committed"
+
+    def missing(self, uuid: str, vram_mib: int) -> int:
+        """What must come free on a device before a demand of this size fits."""
+        book = self.books[uuid]
+        lacking = vram_mib - book.available
+        return max(lacking, book.committed) if vram_mib == WHOLE_MIB else lacking
 
     def doom(self, epoch: int, uuid: str, wanted_mib: int) -> int:
         self._fence(epoch)
@@ -320,7 +353,7 @@ class Model:
         task.state, task.finisher = State.FINISHING, proc
         return "granted"
 
-    def end(self, task_id: str, attempt: str, state: State, leftover_mib: int | None) -> str:
+    def end(self, task_id: str, attempt: str, state: State, leftover_mib: Sequence[int] | None) -> str:
         task = self.tasks.get(task_id)
         if task is None:
             return "unknown"
@@ -497,16 +530,18 @@ class Model:
         if epoch != self.epoch:
             raise Fenced
 
-    def _release(self, task: Task, leftover_mib: int | None) -> None:
+    def _release(self, task: Task, leftover_mib: Sequence[int] | None) -> None:
         assert task.attempt is not None
-        for uuid in task.devices:
+        for position, uuid in enumerate(task.devices):
             book = self.books[uuid]
             proc = book.attempts[task.attempt].proc
             counted = max(book.reserved(proc), book.processes[proc].held) if proc else 0
+            if book.whole == task.attempt:
+                book.whole = None
             del book.attempts[task.attempt]  # a KeyError here is a reservation released twice
             if proc:
                 process = book.processes[proc]
-                process.measured = leftover_mib
+                process.measured = None if leftover_mib is None else leftover_mib[position]
                 process.floor = counted if leftover_mib is None else 0
                 process.context, process.ended = CONTEXT_MIB, self.step
 

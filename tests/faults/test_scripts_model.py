@@ -47,7 +47,10 @@ from faults.scripts_model import (
     CONTEXT_MIB,
     EXECUTORS,
     HEADROOM_MIB,
+    HOST_CPUS,
+    HOST_RAM_MIB,
     TOTAL_MIB,
+    WHOLE_MIB,
     Fenced,
     Message,
     Model,
@@ -65,6 +68,8 @@ UNESTIMATED = "?t"
 TASKS = ("a", "b", "c")
 NODES = {"n1": ("A0", "A1"), "n2": ("B0",)}
 HOMES = {uuid_: node for node, uuids in NODES.items() for uuid_ in uuids}
+HOSTS = ((0.5, 10), (0.0, 10), (0.25, 0))
+"""CPUs and RAM that attempts ask of their host, in turn."""
 CHOICES = (("A0",), ("A1",), ("B0",), ("A0", "A1"))
 PROCS = ("10.1", "11.1")
 CLIENTS = 3
@@ -89,7 +94,7 @@ closings = st.sampled_from(
 )
 clients = st.integers(0, CLIENTS - 1)
 tasks = st.sampled_from(TASKS)
-amounts = st.sampled_from([1000, 2000, 4000, 9000])
+amounts = st.sampled_from([1000, 2000, WHOLE_MIB, 4000, 9000])
 wishes = st.sampled_from(["plain", "plain", "later", "expires", "expires", "refused", "revoked", "orphan"])
 procs = st.sampled_from(PROCS)
 boots = st.sampled_from(["w1", "w2"])
@@ -104,7 +109,8 @@ outcomes = st.sampled_from(
         State.EXPIRED,
     ]
 )
-leftovers = st.sampled_from([None, 0, 400, 2500])
+leftovers = st.sampled_from([None, (0, 0), (400, 400), (2500, 0), (300, 2500)])
+"""By device."""
 processes = st.fixed_dictionaries({}, optional=dict.fromkeys(PROCS, st.sampled_from([None, None, 0, 700, 3500])))
 moves = st.sampled_from(
     [
@@ -228,7 +234,9 @@ class Scripts(RuleBasedStateMachine):
 
     def fits(self, uuid_: str, vram_mib: int) -> bool:
         book = self.model.books.get(uuid_)
-        return book is not None and book.state == "up" and book.available >= vram_mib and len(book.attempts) < EXECUTORS
+        if book is None or book.state != "up" or len(book.attempts) >= EXECUTORS:
+            return False
+        return self.model.missing(uuid_, vram_mib) <= 0
 
     # -- intake ----------------------------------------------------------------------------------------------
 
@@ -261,7 +269,7 @@ class Scripts(RuleBasedStateMachine):
             identity=Identity(message.task_id, 0, message.retries),
             task="t",
             lane=message.lane,
-            demand=Demand(message.vram_mib),
+            demand=demand_of(message.vram_mib),
             context_mib=CONTEXT_MIB,
             priority=5,
             head=b"<",
@@ -279,7 +287,7 @@ class Scripts(RuleBasedStateMachine):
     @rule(client=clients, task_id=tasks, old=st.sampled_from([UNESTIMATED, lane_of(2000)]), vram_mib=amounts)
     def relane(self, client: int, task_id: str, old: str, vram_mib: int) -> None:
         store, lane = self.begin(client), lane_of(vram_mib)
-        new = Admission(Peeked("", b""), Identity(task_id, 0, 0), "t", lane, Demand(vram_mib), 300, 5, b"", b"")
+        new = Admission(Peeked("", b""), Identity(task_id, 0, 0), "t", lane, demand_of(vram_mib), 300, 5, b"", b"")
         assert store.relane(task_id, old, new) == self.model.relane(task_id, old, vram_mib)
 
     def time_passes_for_etas(self, client: int) -> None:
@@ -304,19 +312,30 @@ class Scripts(RuleBasedStateMachine):
         self.commit(client, epoch, data.draw(st.sampled_from([made, *self.attempts[-2:]])), ahead)
 
     def placement(self, task_id: str, lane: str, vram_mib: int, devices: Sequence[str]) -> Commit:
-        attempt = f"{self.model.epoch}-x-{next(self.numbers)}"
-        return Commit(task_id, lane, attempt, devices, HOMES[devices[0]], self.queue, vram_mib, b"slot", 0.5, 10)
+        number, node = next(self.numbers), HOMES[devices[0]]
+        attempt, host = f"{self.model.epoch}-x-{number}", HOSTS[number % len(HOSTS)]
+        whole = vram_mib == WHOLE_MIB
+        return Commit(task_id, lane, attempt, devices, node, self.queue, vram_mib, b"slot", *host, whole)
 
     def commit(self, client: int, epoch: int, commit: Commit, ahead: int) -> None:
         store = self.begin(client)
-        before = {uuid_: self.model.books[uuid_].available for uuid_ in commit.devices if uuid_ in self.model.books}
+        known = [uuid_ for uuid_ in commit.devices if uuid_ in self.model.books]
+        before = {uuid_: self.model.missing(uuid_, commit.vram_mib) for uuid_ in known}
         answer = store.commit(epoch, [commit], ahead)[0]
         expected = self.model.commit(
-            epoch, commit.task_id, commit.lane, commit.attempt, commit.devices, commit.vram_mib, ahead
+            epoch,
+            commit.task_id,
+            commit.lane,
+            commit.attempt,
+            commit.devices,
+            commit.vram_mib,
+            ahead,
+            commit.cpus,
+            commit.ram_mib,
         )
         assert f"{answer.status} {answer.short}".strip() == expected
         if answer.short == "memory":
-            assert answer.missing == commit.vram_mib - before[answer.uuid]
+            assert answer.missing == before[answer.uuid]
         if expected in ("committed", "stale"):
             self.mirror.drop(commit.lane, commit.task_id)
         if expected == "committed" and commit not in self.attempts:
@@ -325,6 +344,7 @@ class Scripts(RuleBasedStateMachine):
                 book = self.model.books[uuid_]
                 assert book.committed + book.external + HEADROOM_MIB <= TOTAL_MIB
                 assert len(book.attempts) <= EXECUTORS + ahead
+                assert book.whole is None or len(book.attempts) == 1
 
     @rule(client=clients, holder=st.sampled_from(["p", "q"]), resigns=st.booleans())
     def fail_over(self, client: int, holder: str, resigns: bool) -> None:
@@ -376,15 +396,15 @@ class Scripts(RuleBasedStateMachine):
         assert found == self.model.finish(a.task_id, a.attempt, proc, left_to_main)
 
     def out_of_memory(self, client: int, a: Commit, proc: str, vram_mib: int, most: int) -> None:
-        demand, context_mib = Demand(vram_mib), CONTEXT_MIB
+        demand, context_mib = demand_of(vram_mib), CONTEXT_MIB
         found = self.begin(client).out_of_memory(
             a.task_id, a.attempt, a.devices, proc, lane_of(vram_mib), demand, context_mib, WHY, most, None
         )
         assert found == self.model.out_of_memory(a.task_id, a.attempt, proc, vram_mib, most)
 
-    def end(self, client: int, a: Commit, state: State, leftover: int | None) -> None:
+    def end(self, client: int, a: Commit, state: State, leftover: Sequence[int] | None) -> None:
         store = self.begin(client)
-        amounts = None if leftover is None else [leftover] * len(a.devices)
+        amounts = None if leftover is None else leftover[: len(a.devices)]
         outcome = Outcome(state, None if state is State.SUCCEEDED else WHY, amounts, CONTEXT_MIB, 123)
         expected = self.model.end(a.task_id, a.attempt, state, leftover)
         assert store.end(a.task_id, a.attempt, a.devices, outcome) == expected
@@ -458,7 +478,9 @@ class Scripts(RuleBasedStateMachine):
     def register(self, client: int, name: str, devices: Sequence[str]) -> None:
         store, boot = self.begin(client), f"boot{next(self.numbers)}"
         found = [DeviceRegistration(uuid_, i, "SIM", TOTAL_MIB, HEADROOM_MIB) for i, uuid_ in enumerate(devices)]
-        registration = NodeRegistration(Node(name), boot, EXECUTORS, ["t"], {}, found)
+        registration = NodeRegistration(
+            Node(name, cpus=HOST_CPUS, ram_mib=HOST_RAM_MIB), boot, EXECUTORS, ["t"], {}, found
+        )
         assert store.register_node(registration) == self.model.register(name, boot, devices)
         self.boots[name].append(boot)
 
@@ -484,8 +506,8 @@ class Scripts(RuleBasedStateMachine):
         self.begin(client)
         task = self.model.tasks.get(task_id)
         name = HOMES[task.devices[0]] if task and task.devices else data.draw(st.sampled_from(sorted(NODES)))
-        figures = data.draw(processes), data.draw(st.sampled_from([0, 300, 900, 4000, 9900]), "used")
-        found = {uuid_: (figures[1], figures[0]) for uuid_ in NODES[name]}
+        used = st.sampled_from([0, 300, 900, 4000, 9900])
+        found = {uuid_: (data.draw(used, "used"), data.draw(processes)) for uuid_ in NODES[name]}
         self.samples.append(Sample(self.model.step, now_ms, name, self.some_boot(data, name), found))
         if when == "after an end" and task and task.state in LIVE:
             mine = next(a for a in self.attempts if a.attempt == task.attempt)
@@ -548,6 +570,8 @@ class Scripts(RuleBasedStateMachine):
                 "committed_mib": book.committed,
                 "reclaimable_mib": book.reclaimable,
                 "busy": len(book.attempts),
+                "cpus_used": sum(held.cpus for held in book.attempts.values()),
+                "ram_used_mib": sum(held.ram_mib for held in book.attempts.values()),
             }
             assert {name: getattr(device, name) for name in expected} == expected
         self.placement_has_heard_of_every_change(devices)
@@ -585,6 +609,11 @@ class Scripts(RuleBasedStateMachine):
         finally:
             for connection in self.connections:
                 connection.close()
+
+
+def demand_of(vram_mib: int) -> Demand:
+    """The demand of this size."""
+    return Demand(vram_mib, whole=vram_mib == WHOLE_MIB)
 
 
 def _unless_fenced(call: Callable[[], T]) -> T | str:

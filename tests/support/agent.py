@@ -264,7 +264,12 @@ class Bench:
     def wait_for(self, task_id: str, *states: State, timeout_s: float = 20.0) -> Record:
         """Wait until the task is in one of the states."""
         what = f"task {task_id} is {' or '.join(states)}"
-        wait_until(lambda: self.record(task_id).state in states, what=what, timeout_s=timeout_s)
+
+        def there() -> bool:
+            record = self.store.record(task_id)
+            return record is not None and record.state in states
+
+        wait_until(there, what=what, timeout_s=timeout_s)
         return self.record(task_id)
 
     def executor(self, task_id: str) -> int:

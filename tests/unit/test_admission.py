@@ -115,6 +115,7 @@ def test_a_task_without_a_profile_may_have_a_gpu_to_itself_and_be_learned_from(
 
     assert found.refusal is None
     assert found.demand.vram_mib == size_class(vram_mib)
+    assert found.demand.whole == (vram_mib == 9000)
     told = found.explanation
     assert (told["profile"], told["formula_id"]) == ("t.new", admitter.stand_in("t.new").formula_id)
 

@@ -116,6 +116,8 @@ def test_a_header_says_what_the_producer_knows():
     assert header.attributes == {"batch": 8, "half": True}
     assert header.attributes["half"] is True
     assert (header.vram_mib, header.gpu_model, header.priority, header.labels) == (9000, "A100", None, {})
+    many = BrimHeader.parse({"vram_mib": "all", "gpus": 2, "cpus": 1.5, "ram_mib": 4096})
+    assert (many.vram_mib, many.gpus, many.cpus, many.ram_mib) == ("all", 2, 1.5, 4096)
     assert BrimHeader.parse(None) == BrimHeader.parse({}) == BrimHeader()
 
 
@@ -127,6 +129,11 @@ def test_a_header_says_what_the_producer_knows():
         ({"vram_mib": -1}, "field 'vram_mib'"),
         ({"vram_mib": True}, "field 'vram_mib'"),
         ({"vram_mib": 1.5}, "field 'vram_mib'"),
+        ({"vram_mib": "most"}, "field 'vram_mib': must be a number of MiB from 1 to .*, or 'all'"),
+        ({"gpus": 0}, "field 'gpus'"),
+        ({"gpus": "2"}, "field 'gpus'"),
+        ({"cpus": -1}, "field 'cpus'"),
+        ({"ram_mib": 1.5}, "field 'ram_mib'"),
         ({"attributes": {"a": [1]}}, r"field 'attributes.a': must be a number, a text or a flag, not a list"),
         ({"attributes": {"a b": 1}}, "field 'attributes.a b"),
         ({"attributes": {f"a{n}": 1 for n in range(65)}}, "field 'attributes'"),

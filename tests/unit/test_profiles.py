@@ -143,7 +143,12 @@ def test_what_cannot_be_estimated_is_refused_with_a_code(row, header, bound, cod
         ("{vram: 1, context_mib: .nan}", "profile 't': field 'context_mib': an amount lies between"),
         ("{vram: 1, margin: 0.9}", "profile 't': field 'margin'"),
         ("{vram: 1, margin: true}", "profile 't': field 'margin'"),
-        ("{vram: 1, gpus: 2}", "profile 't': field 'gpus': Input should be 1"),
+        ("{vram: 1, gpus: 0}", "profile 't': field 'gpus': Input should be greater than or equal to 1"),
+        ("{vram: 1, gpus: 1.5}", "profile 't': field 'gpus'"),
+        ("{vram: 1, gpus: many}", "profile 't': field 'gpus'"),
+        ("{vram: 1, cpus: .inf}", "profile 't': field 'cpus'"),
+        ("{vram: everything, ram_mib: 6GB}", "profile 't': field 'ram_mib': an amount .*'6GB'"),
+        ("{model: m, gpus: 2, batch: {max_items: 2}}", "profile 't': batch needs 'gpus: 1'"),
         ("{vram: 1, priority: 10}", "profile 't': field 'priority'"),
         ("{vram: 1, name: x}", "profile 't': field 'name': unknown field"),
         ("{vram: 1, vrma: 1}", "profile 't': field 'vrma': unknown field"),
@@ -179,7 +184,7 @@ def test_a_bad_table_is_refused_by_source_and_place(text, problem):
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(TableError) as caught:
-        table("defaults: {margin: 0}\nprofiles: {a: {vram: f(1), gpus: 2}, b: 1, c: {vram: 1}}")
+        table("defaults: {margin: 0}\nprofiles: {a: {vram: f(1), gpus: 0}, b: 1, c: {vram: 1}}")
     assert [(problem.section, problem.field) for problem in caught.value.problems] == [
         ("defaults", "field 'margin'"),
         ("profile 'a'", "field 'gpus'"),
@@ -248,6 +253,7 @@ DEMANDS = st.builds(
     ram_mib=st.integers(0, 1),
     gpu_models=st.sampled_from([(), ("A",), ("A", "B")]),
     labels=st.sampled_from([(), (("a", "b"),)]),
+    whole=st.booleans(),
 )
 
 
@@ -259,7 +265,45 @@ def test_lanes_are_equal_exactly_for_equal_demands(one, other):
 
 def test_a_lane_is_readable():
     assert lane_of("vision.segment", Demand(5408)) == "vision.segment|5408MiB"
+    assert lane_of("train", Demand(8192, gpus=2)) == "train|2x8192MiB"
+    assert lane_of("train", Demand(512, whole=True)).startswith("train|all|")
     assert lane_of("t", Demand(16, gpu_models=("A100",))).startswith("t|16MiB|")
+
+
+def test_several_gpus_are_demanded_with_the_amount_on_each():
+    found = estimate(profile(vram="100 * n", context_mib=400, margin=1.0, gpus=4), BrimHeader(), {"n": 10})
+    assert found.demand == Demand(vram_mib=size_class(1400), gpus=4)
+    assert str(found).endswith(f"reserved {size_class(1400)} MiB on each of 4 GPUs")
+
+
+def test_all_of_a_gpu_is_a_whole_one_that_has_room_for_context_and_weights_and_is_not_learned():
+    row = profile(vram="all", context_mib=400, weights_mib=900, calibration="on")
+    assert row.calibration == "off"
+    found = estimate(row, BrimHeader(), {})
+    assert found.demand == Demand(vram_mib=size_class(1300), whole=True)
+    assert str(found) == "400 (context) + 900 (weights) = at least 1300, reserved a whole GPU"
+    assert Profile.model_validate_json(row.model_dump_json()) == row
+
+
+def test_a_whole_gpu_may_have_to_have_an_amount():
+    found = estimate(profile(vram="20GiB", context_mib=0, margin=1.0, whole=True, gpus=2), BrimHeader(), {})
+    assert (found.demand.vram_mib, found.demand.gpus, found.demand.whole) == (20480, 2, True)
+
+
+def test_a_header_takes_the_place_of_what_the_profile_demands():
+    row = profile(vram="all", gpus=2, cpus=4, ram_mib="1GiB")
+    header = BrimHeader(vram_mib=9000, gpus=1, cpus=0.5, ram_mib=0)
+    assert estimate(row, header, {}).demand == Demand(size_class(9000), gpus=1, cpus=0.5)
+    asked = estimate(profile(vram=1, context_mib=300), BrimHeader(vram_mib="all"), {}).demand
+    assert asked == Demand(size_class(300), whole=True)
+    assert estimate(None, BrimHeader(vram_mib="all", gpus=8), {}).demand == Demand(512, gpus=8, whole=True)
+
+
+def test_a_batched_task_keeps_to_its_executors_gpu():
+    row = profile(model="m", context_mib=300, batch={"max_items": 4})
+    assert estimate(row, BrimHeader(gpus=1), {}).demand.gpus == 1
+    with pytest.raises(EstimateError, match=r"field 'gpus': .* is batched"):
+        estimate(row, BrimHeader(gpus=2), {})
 
 
 def test_the_example_table_gives_typical_amounts():

@@ -42,6 +42,22 @@ Priority = Annotated[int, Field(strict=True, ge=0, le=9)]
 """0 (first) to 9 (last), as on Celery's Redis transport."""
 
 
+ALL = "all"
+"""As an amount of GPU memory: all that the GPU can give away, and nobody else beside."""
+MAX_AMOUNT = 2**40
+MAX_GPUS = 1024
+"""Of one node: beyond this a number is a mistake, whatever the hardware."""
+Gpus = Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)]
+Cpus = Annotated[float, Field(strict=True, ge=0, le=4096, allow_inf_nan=False)]
+
+
+def _vram(value: object) -> int | str | None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_AMOUNT
+    if value is None or value == ALL or whole:
+        return value  # type: ignore[return-value]
+    raise ValueError(f"must be a number of MiB from 1 to {MAX_AMOUNT}, or '{ALL}'")
+
+
 class EstimateError(Exception):
     """A task's demand cannot be worked out; ``reason`` says which attribute, argument or field and why."""
 
@@ -133,14 +149,18 @@ class TaskSignature(BaseModel):
 class BrimHeader(BaseModel):
     """What a producer may say about one task: ``headers={"brim": {...}}``.
 
-    ``vram_mib`` is the whole demand per GPU and takes the place of the formula; ``gpu_model`` takes the
-    place of the profile's models, ``labels`` add to the profile's (the header wins on the same key).
+    ``vram_mib`` is the whole demand per GPU and takes the place of the formula; "all" is a GPU to itself. ``gpus``,
+    ``cpus``, ``ram_mib`` and ``gpu_model`` take the place of what the profile says, ``labels`` add to the profile's
+    (the header wins on the same key).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     attributes: Annotated[dict[Name, Scalar], Field(max_length=64)] = {}
-    vram_mib: Annotated[int, Field(strict=True, gt=0, le=2**40)] | None = None
+    vram_mib: Annotated[int | str | None, PlainValidator(_vram)] = None
+    gpus: Gpus | None = None
+    cpus: Cpus | None = None
+    ram_mib: Annotated[int, Field(strict=True, ge=0, le=MAX_AMOUNT)] | None = None
     gpu_model: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
     labels: Annotated[dict[str, str], Field(max_length=64)] = {}
     priority: Priority | None = None

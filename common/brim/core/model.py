@@ -72,6 +72,12 @@ class Demand:
     labels: tuple[tuple[str, str], ...] = ()
     whole: bool = False
 
+    def __str__(self) -> str:
+        """What it asks of GPUs, for people: "4096 MiB on each of 2 GPUs"."""
+        if self.whole:
+            return "a whole GPU" if self.gpus == 1 else f"{self.gpus} whole GPUs"
+        return f"{self.vram_mib} MiB" + f" on each of {self.gpus} GPUs" * (self.gpus > 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -155,7 +161,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class AttemptView:
-    """A live attempt as it stands in the books of a node's devices; times are server seconds."""
+    """A live attempt as it stands in the books of a node's devices; times are server seconds.
+
+    ``vram_mib`` is what it holds of each device, of whole devices that differ what it holds of the least.
+    """
 
     task_id: str
     attempt: str

@@ -32,8 +32,11 @@ from pydantic import (
 )
 
 from brim.core.attributes import (
+    ALL,
     BrimHeader,
+    Cpus,
     EstimateError,
+    Gpus,
     Name,
     Priority,
     Scalar,
@@ -132,11 +135,12 @@ class ProfileDefaults(BaseModel):
     """What the process keeps resident besides the context: a model's weights."""
     margin: Annotated[float, Field(strict=True, ge=1, le=MAX_MARGIN)] = 1.3
     """Factor on ``vram``; 1.3 is where to start while nothing has been measured."""
-    gpus: Literal[1] = 1
-    cpus: Annotated[float, Field(strict=True, ge=0, le=4096)] = 0.0
-    """Host CPUs that the task keeps busy; 0 is not accounted."""
+    gpus: Gpus = 1
+    """GPUs of one node, with this much memory on each."""
+    cpus: Cpus = 0.0
+    """Host CPUs that the task keeps busy, on all GPUs together; 0 is not accounted."""
     ram_mib: Mib = 0
-    """Host memory; 0 is not accounted."""
+    """Host memory, likewise; 0 is not accounted."""
     gpu_models: tuple[Text, ...] = ()
     """Models that the task may run on; empty means any."""
     labels: dict[Text, Text] = {}
@@ -217,8 +221,20 @@ class Profile(ProfileDefaults):
     vram: Expression
     """Memory per GPU in MiB besides context and weights: a formula, or an amount.
 
-    With ``batch`` it follows from that: what one item takes alone.
+    With ``batch`` it follows from that: what one item takes alone. "all" is short for 0 and ``whole``.
     """
+    whole: bool = False
+    """It has its GPUs to itself, whatever they can give away, if that is at least the amount reckoned otherwise.
+
+    With ``calibration: on``, until its peaks are known: then what they teach is reserved.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_is_whole(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("vram") == ALL:
+            return fields | {"vram": 0, "whole": True, "calibration": "off"}  # there is no need to learn from
+        return fields
 
     @model_validator(mode="before")
     @classmethod
@@ -235,6 +251,8 @@ class Profile(ProfileDefaults):
             raise ValueError("batch needs 'model': executors are shared by model and version")
         if self.batch is not None and self.vram.text != _alone(self.batch):
             raise ValueError("batch and vram exclude each other: with batch, memory follows from per_unit_mib")
+        if self.batch is not None and (self.whole or self.gpus > 1):
+            raise ValueError("batch needs 'gpus: 1' and no 'whole': a model executor has a share of one GPU")
         return self
 
     @property
@@ -361,7 +379,8 @@ class Estimate:
 
     def __str__(self) -> str:
         sums = " + ".join(f"{part.mib:.0f} ({part.label})" for part in self.parts)
-        return f"{sums} = {sum(part.mib for part in self.parts):.0f}, reserved {self.demand.vram_mib} MiB"
+        least = "at least " * self.demand.whole
+        return f"{sums} = {least}{sum(part.mib for part in self.parts):.0f}, reserved {self.demand}"
 
 
 NO_PROFILE = ProfileDefaults()
@@ -369,11 +388,11 @@ NO_PROFILE = ProfileDefaults()
 
 
 WHOLE_GPU = 0.9
-"""Of what a GPU can give away, what a task without a profile takes: idle executors' contexts need a place as well."""
+"""Of what the largest GPU can give away, what a task without a profile must find on its own at least."""
 
 
 def stand_in(task: str, gpu_mib: int, *, learns: bool) -> Profile:
-    """A profile for a task that has none: it takes a GPU to itself, of which ``gpu_mib`` can be given away.
+    """A profile for a task that has none: it takes one of the largest GPUs to itself, which can give away ``gpu_mib``.
 
     ``learns``: once enough of its peaks are known, what they teach, but not less than calibration's lower bound.
     """
@@ -381,6 +400,7 @@ def stand_in(task: str, gpu_mib: int, *, learns: bool) -> Profile:
     return Profile(
         name=task,
         vram=max(0, math.floor(WHOLE_GPU * gpu_mib) - context_mib),
+        whole=True,
         margin=1.0,
         calibration="on" if learns else "suggest",
     )
@@ -392,7 +412,7 @@ def estimate(
     """Work out a task's demand from its profile, its brim header and its bound arguments.
 
     Raises ``EstimateError``: ``no_profile`` (nor ``vram_mib`` in the header), ``missing_attribute``,
-    ``bad_attribute``, ``bad_estimate``, ``bad_header`` (``vram_mib`` for a batched task), ``above_bound``
+    ``bad_attribute``, ``bad_estimate``, ``bad_header`` (``vram_mib`` or ``gpus`` for a batched task), ``above_bound``
     (the profile's ``max_mib``). What was learned
     never refuses a task: it is kept within ``max_mib``.
     """
@@ -401,12 +421,14 @@ def estimate(
     summands: tuple[float, ...] = ()
     suggested_mib = None
     attributes: Mapping[str, float | str] = {}
-    if header.vram_mib is not None and profile is not None and profile.batch is not None:
-        message = f"header 'brim': field 'vram_mib': {profile.name} is batched, so its memory is its executor's"
-        raise EstimateError(Reason("bad_header", message))
+    whole = profile is not None and profile.whole
+    if profile is not None and profile.batch is not None:
+        _only_its_executors(profile, header)
     if header.vram_mib is not None:
-        parts: tuple[Part, ...] = (Part("asked for in the header", header.vram_mib),)
-        _check_bounds(header.vram_mib, row.max_mib)
+        whole = header.vram_mib == ALL
+        asked_mib = row.context_mib if isinstance(header.vram_mib, str) else header.vram_mib
+        parts: tuple[Part, ...] = (Part("context" if whole else "asked for in the header", asked_mib),)
+        _check_bounds(max(1, asked_mib) if whole else asked_mib, row.max_mib)
     elif profile is None:
         message = "the table has no profile for this task, and its header gives no vram_mib"
         raise EstimateError(Reason("no_profile", message))
@@ -415,20 +437,22 @@ def estimate(
         parts, summands = _declared(profile, merged)
         attributes = profile.vram.inputs(merged)
         declared_mib = sum(part.mib for part in parts)
-        _check_bounds(declared_mib, profile.max_mib)
+        _check_bounds(max(1.0, declared_mib) if whole else declared_mib, profile.max_mib)
         if learned is not None and profile.calibration != "off":
             suggested = learned.reserve_mib(summands, declared_mib, models)
             if suggested is not None:
                 suggested_mib = math.ceil(min(suggested, profile.max_mib or MAX_MIB))
         if profile.calibration == "on" and suggested_mib is not None:
+            whole = False
             parts = (Part(f"learned from measured peaks; {declared_mib:.0f} declared", suggested_mib),)
     demand = Demand(
         vram_mib=size_class(sum(part.mib for part in parts)),
-        gpus=row.gpus,
-        cpus=row.cpus,
-        ram_mib=row.ram_mib,
+        gpus=row.gpus if header.gpus is None else header.gpus,
+        cpus=row.cpus if header.cpus is None else header.cpus,
+        ram_mib=row.ram_mib if header.ram_mib is None else header.ram_mib,
         gpu_models=models,
         labels=tuple(sorted((row.labels | header.labels).items())),
+        whole=whole,
     )
     return Estimate(
         demand=demand,
@@ -442,6 +466,15 @@ def estimate(
         suggested_mib=suggested_mib,
         attributes=attributes,
     )
+
+
+def _only_its_executors(profile: Profile, header: BrimHeader) -> None:
+    """Refuse what a producer cannot choose for a task that is batched."""
+    chosen = {"vram_mib": header.vram_mib, "gpus": header.gpus if header.gpus != 1 else None}
+    for field_name, value in chosen.items():
+        if value is not None:
+            what = f"header 'brim': field '{field_name}': {profile.name} is batched, so its memory is its executor's"
+            raise EstimateError(Reason("bad_header", what))
 
 
 def _declared(profile: Profile, attributes: Mapping[str, Any]) -> tuple[tuple[Part, ...], tuple[float, ...]]:
@@ -460,10 +493,12 @@ def _declared(profile: Profile, attributes: Mapping[str, Any]) -> tuple[tuple[Pa
 def lane_of(task: str, demand: Demand) -> str:
     """The overflow lane of a demand class: equal for equal demands of a task, different otherwise.
 
-    Readable as far as people care (``vision.segment|5408MiB``); what else is demanded is a digest.
+    Readable as far as people care (``vision.segment|5408MiB``, ``train|2x8192MiB``, ``train|all``); what else is
+    demanded is a digest.
     """
-    lane = f"{task}|{demand.vram_mib}MiB"
-    if demand == Demand(demand.vram_mib):
+    each = "all" if demand.whole else f"{demand.vram_mib}MiB"
+    lane = f"{task}|{each}" if demand.gpus == 1 else f"{task}|{demand.gpus}x{each}"
+    if demand == Demand(demand.vram_mib, demand.gpus):
         return lane
     text = json.dumps(canonical(demand), sort_keys=True)
     return f"{lane}|{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -207,6 +207,11 @@ def _book_differences(
         committed += max(reserved[proc], held)
         if not reserved[proc] and doomed == "0":
             reclaimable += held
+    external = int(book.get(b"external", b"0"))
+    if b"whole" in book:
+        committed = max(committed, info["total_mib"] - info["headroom_mib"] - external)
+        if b"a:" + book[b"whole"] not in book:
+            yield f"device {uuid}: is kept for attempt {book[b'whole'].decode()}, which it does not hold"
     device = load_device(entry)
     expected = {
         **info,
@@ -215,7 +220,7 @@ def _book_differences(
         "busy": busy,
         "cpus_used": milli / 1000,
         "ram_used_mib": ram_mib,
-        "external_mib": int(book.get(b"external", b"0")),
+        "external_mib": external,
         "state": book[b"state"].decode(),
     }
     for name, value in expected.items():

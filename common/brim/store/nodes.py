@@ -127,7 +127,8 @@ class NodeSide(Base):
                 field = raw_field.decode()
                 if field.startswith("a:"):
                     vram, _, _, proc, task_id = value.decode().split("|", 4)
-                    bound[field[2:]] = (task_id, proc, int(vram))
+                    _, _, least_mib = bound.get(field[2:], ("", "", int(vram)))
+                    bound[field[2:]] = (task_id, proc, min(least_mib, int(vram)))
                 elif field.startswith("p:"):
                     processes[uuid][field[2:]] = value.endswith(b"|1")
         return self._views(bound), processes

@@ -117,6 +117,7 @@ class PlacementSide(Base):
                     keys.wake,
                     keys.availability,
                     c.queue,
+                    keys.node(c.node),
                     *(keys.book(uuid) for uuid in c.devices),
                 ],
                 [
@@ -132,6 +133,7 @@ class PlacementSide(Base):
                     int(not ignore_memory),
                     round(c.cpus * 1000),
                     c.ram_mib,
+                    int(c.whole),
                 ],
             )
             for c in batch

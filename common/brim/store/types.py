@@ -138,7 +138,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One placement to commit; ``slot`` is the part of the message between the record's head and tail."""
+    """One placement to commit; ``slot`` is the part of the message between the record's head and tail.
+
+    ``queue`` is the broker list that the message goes into. ``vram_mib`` is per device, at least so much if ``whole``.
+    """
 
     task_id: str
     lane: str
@@ -150,11 +153,16 @@ class Commit:
     slot: bytes
     cpus: float = 0.0
     ram_mib: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CommitAnswer:
-    """``committed``, ``fenced``, ``stale`` (no longer waiting there) or ``refused`` with the short resource."""
+    """``committed``, ``fenced``, ``stale`` (no longer waiting there) or ``refused`` with the short resource.
+
+    ``uuid`` is the device that is short of it, or the node's name where that is short of CPUs (``missing`` counts
+    thousandths) or RAM.
+    """
 
     status: str
     short: str = ""

@@ -19,7 +19,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from brim.core.attributes import Name
+from brim.core.attributes import ALL, Cpus, Gpus, Name
 from brim.core.model import Reason, State
 from brim.core.profiles import MAX_MIB, Estimate, Part
 from brim.store.live import LaneHead
@@ -57,6 +57,13 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _vram(value: Any) -> Any:
+    amount = _whole(value)
+    if amount in (None, ALL) or (type(amount) is int and 0 < amount <= MAX_MIB):
+        return amount
+    raise ValueError(f"must be a number of MiB from 1 to {MAX_MIB}, or '{ALL}'")
+
+
 def _written_out(value: Any) -> Any:
     """A date with its time, not a number of seconds that may be meant as another unit."""
     if not (isinstance(value, datetime) or (isinstance(value, str) and "-" in value[1:])):
@@ -74,6 +81,13 @@ EARLIEST, LATEST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo
 TaskName = Annotated[str, StringConstraints(pattern=r"^[!-~]+$", max_length=255)]
 Moment = Annotated[AwareDatetime, BeforeValidator(_written_out), AfterValidator(_within_epoch)]
 Arguments = Annotated[list[JsonValue], AfterValidator(_json_proper)]
+Vram = Annotated[
+    Any,
+    PlainValidator(_vram),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_MIB}, {"const": ALL}, {"type": "null"}]}
+    ),
+]
 Keywords = Annotated[dict[str, JsonValue], AfterValidator(_json_proper)]
 Proper = Annotated[str, AfterValidator(_json_proper)]
 AttributeValues = Annotated[
@@ -95,8 +109,13 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    vram_mib: Annotated[int, Field(strict=True, gt=0, le=MAX_MIB), BeforeValidator(_whole)] | None = Field(
-        None, description="the whole demand per GPU, instead of the profile's formula"
+    vram_mib: Vram = Field(
+        None, description="the whole demand per GPU, instead of the profile's formula; all: a GPU to itself"
+    )
+    gpus: Annotated[Gpus, BeforeValidator(_whole)] | None = Field(None, description="GPUs of one node")
+    cpus: Cpus | None = Field(None, description="host CPUs that it keeps busy")
+    ram_mib: Annotated[int, Field(strict=True, ge=0, le=MAX_MIB), BeforeValidator(_whole)] | None = Field(
+        None, description="host memory"
     )
     gpu_model: Annotated[Proper, StringConstraints(min_length=1, max_length=200)] | None = None
     labels: dict[Proper, Proper] = Field({}, max_length=64, description="labels that the node must have")
@@ -237,8 +256,9 @@ class Task(BaseModel):
     name: str
     state: State
     reason: Reason | None
-    vram_mib: int
+    vram_mib: int = Field(description="demanded per GPU; of whole GPUs at least so much")
     gpus: int
+    whole: bool = Field(description="it has its GPUs to itself")
     priority: int
     lane: str
     run: int = Field(description="1, and one more for every retry")
@@ -262,13 +282,14 @@ class Task(BaseModel):
         same = {
             name: getattr(record, name)
             for name in cls.model_fields
-            if name not in ("id", "name", "vram_mib", "gpus", "devices") and hasattr(record, name)
+            if name not in ("id", "name", "vram_mib", "gpus", "whole", "devices") and hasattr(record, name)
         }
         return cls(
             id=record.task_id,
             name=record.task,
             vram_mib=record.demand.vram_mib,
             gpus=record.demand.gpus,
+            whole=record.demand.whole,
             devices=list(record.devices),
             **same,
         )

@@ -8,6 +8,7 @@
 --   sampled_ms    server time of the latest report that counted
 --   a:<attempt>   "<vram MiB>|<thousandths of a host CPU>|<host RAM MiB>|<proc or nothing>|<task id>"
 --                 an attempt that holds an executor here; the host's part stands with its first device
+--   whole         the attempt that has the device to itself, if one has: it holds all that can be given away
 --   p:<proc>      "<measured MiB or -1>|<floor MiB>|<context MiB>|<last end ms>|<doomed 0/1>"
 -- A process counts as max(what is reserved for attempts bound to it, measured; unknown: its floor).
 
@@ -112,6 +113,7 @@ local function add_up(book)
     committed = committed + math.max(process.reserved, held_mib(process))
     if process.reserved == 0 and not process.doomed then reclaimable = reclaimable + held_mib(process) end
   end
+  if book.whole then committed = math.max(committed, book.info.total_mib - book.info.headroom_mib - book.external) end
   book.committed, book.reclaimable, book.busy = committed, reclaimable, busy
   book.milli_cpus, book.ram = milli_cpus, ram
 end
@@ -131,8 +133,8 @@ local function read_book(key)
       book.processes[string.sub(field, 3)] = parse_process(value)
     elseif field == 'info' then
       book.info = cjson.decode(value)
-    elseif field == 'state' then
-      book.state = value
+    elseif field == 'state' or field == 'whole' then
+      book[field] = value
     else
       book[field] = tonumber(value)
     end
@@ -181,6 +183,10 @@ local function release(book, attempt, leftover, context, now)
   if not held then return end
   book.attempts[attempt] = nil
   redis.call('HDEL', book.key, 'a:' .. attempt)
+  if book.whole == attempt then
+    book.whole = nil
+    redis.call('HDEL', book.key, 'whole')
+  end
   if held.proc == '' then return end
   local process = book.processes[held.proc]
   if leftover then
