@@ -53,7 +53,7 @@ def devices(draw: st.DrawFn) -> list[Device]:
                 device(
                     node,
                     index,
-                    model=draw(st.sampled_from(["A100", "T4"])),
+                    model=draw(st.sampled_from(["A100", "T4", "A100 MIG 1g.5gb"])),
                     total_mib=total,
                     external_mib=draw(st.sampled_from([0, 0, 700])),
                     committed_mib=draw(st.integers(0, total)),

@@ -27,6 +27,14 @@ def test_a_device_with_room_and_an_idle_executor_takes_the_demand():
             "model",
             "gpu0@a is a T4, not A100 or H100",
         ),
+        (
+            {"model": "A100 MIG 1g.5gb"},
+            Demand(1, gpus=2),
+            0,
+            "model",
+            "gpu0@a is a A100 MIG 1g.5gb, not a GPU that can be combined with others",
+        ),
+        ({"committed_mib": 300}, Demand(1, whole=True), 0, "memory", "memory short by 300 MiB on gpu0@a"),
         ({"state": "draining", "busy": 4}, Demand(1), 0, "state", "gpu0@a is draining"),
     ],
 )

@@ -254,6 +254,19 @@ class TestRecycle:
         cluster = cluster_of([device("a", committed_mib=12 * GIB, reclaimable_mib=1 * GIB)])
         assert planner().plan(cluster, [lane("big", BIG, 1)], 0.0).recycle == []
 
+    def test_names_devices_whose_idle_executors_keep_a_whole_gpu_from_being_empty(self):
+        cluster = cluster_of([device("a", i, committed_mib=300, reclaimable_mib=300) for i in range(3)])
+        plan = planner().plan(cluster, [lane("whole", Demand(1, gpus=2, whole=True), 1)], 0.0)
+        assert len(plan.recycle) == 2
+        assert plan.waits["whole"].code == "memory"
+
+
+def test_parts_of_a_gpu_are_not_combined():
+    cluster = cluster_of([device("a", i, model="A100 MIG 1g.5gb") for i in range(2)])
+    plan = planner().plan(cluster, [lane("pair", Demand(1000, gpus=2), 1), lane("one", Demand(1000), 2)], 0.0)
+    assert [placement.task_id for placement in plan.placements] == ["one-2"]
+    assert plan.waits["pair"].code == "model"
+
 
 def test_ignoring_memory_fills_every_executor():
     cluster = cluster_of([device()])

@@ -9,6 +9,8 @@ from __future__ import annotations
 from brim.core.model import Demand, Device, Node, Reason
 
 UP = "up"
+PART = " MIG "
+"""In the name of a model that is a part of a GPU: CUDA shows a process one such part at most."""
 
 
 def place_name(device: Device) -> str:
@@ -26,8 +28,9 @@ def shortage(device: Device, demand: Demand, ahead: int = 0, *, memory: bool = T
     """
     if device.state != UP:
         return Reason("state", f"{place_name(device)} is {device.state}")
-    if demand.gpu_models and device.model not in demand.gpu_models:
-        return Reason("model", f"{place_name(device)} is a {device.model}, not {' or '.join(demand.gpu_models)}")
+    if not suits(device.model, demand):
+        wanted = " or ".join(demand.gpu_models) or "a GPU that can be combined with others"
+        return Reason("model", f"{place_name(device)} is a {device.model}, not {wanted}")
     short_mib = missing_mib(device, demand)
     if memory and short_mib > 0:
         return Reason("memory", f"memory short by {short_mib} MiB on {place_name(device)}")
@@ -51,6 +54,12 @@ def node_shortage(node: Node, demand: Demand) -> Reason | None:
     if node.ram_mib > 0 and short_mib > 0:
         return Reason("ram", f"host RAM short by {short_mib} MiB on node {node.name}")
     return None
+
+
+def suits(model: str, demand: Demand) -> bool:
+    """Whether devices of this model may take the demand at all."""
+    allowed = not demand.gpu_models or model in demand.gpu_models
+    return allowed and (demand.gpus <= 1 or PART not in model)
 
 
 def missing_mib(device: Device, demand: Demand) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from brim.core.model import Demand
 from brim.core.placement.cluster import Shape, Site
-from brim.core.placement.fit import milli
+from brim.core.placement.fit import milli, suits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -46,7 +46,7 @@ class Kind:
 
     def suits(self, demand: Demand) -> bool:
         """Whether the demand's constraints allow devices of this kind."""
-        return (not demand.gpu_models or self.model in demand.gpu_models) and self.labels.issuperset(demand.labels)
+        return suits(self.model, demand) and self.labels.issuperset(demand.labels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from brim.core.model import Demand, Device, Reason
 from brim.core.placement.cluster import Cluster, Shape, Site
-from brim.core.placement.fit import UP, capacity_mib, milli, missing_mib, node_shortage, place_name, shortage
+from brim.core.placement.fit import UP, capacity_mib, milli, missing_mib, node_shortage, place_name, shortage, suits
 from brim.core.placement.outlook import Bools, Ints, Kind
 
 NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "too_large", "model", "labels")
@@ -225,9 +225,10 @@ class Survey:
         return known[1]
 
     def _allowed(self, demand: Demand) -> Bools:
-        if not demand.gpu_models:
+        unsuited = [number for model, number in self._numbers.items() if not suits(model, demand)]
+        if not unsuited:
             return np.ones((1, 1), dtype=bool)
-        return np.isin(self._model, [self._numbers.get(model, -1) for model in demand.gpu_models])
+        return ~np.isin(self._model, unsuited)
 
     def _codes(self, demand: Demand, task: str, *, memory: bool) -> Ints:
         """[S] rank and amount of each site's `miss`, to be compared; `_NEVER` where no worker knows the task.
