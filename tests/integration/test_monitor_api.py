@@ -17,7 +17,7 @@ import redis
 import uvicorn
 
 from brim.celery.answers import answering_app
-from brim.core.model import Reason, State
+from brim.core.model import Demand, Reason, State
 from brim.settings import Monitor, Settings
 from brim.store import Store
 from brim.store.types import AdmitAnswer
@@ -274,6 +274,18 @@ def test_a_batch_accepts_and_refuses_each_by_itself(api: httpx.Client) -> None:
     assert answers[3]["problem"]["errors"][0]["field"] == "body.tasks.3.name"
 
 
+def test_several_gpus_whole_ones_and_host_resources_can_be_demanded(api: httpx.Client, cluster: FakeCluster) -> None:
+    demand = {"vram_mib": "all", "gpus": 2.0, "cpus": 4, "ram_mib": 2048}
+    answer = api.post("/v1/tasks", json={"name": "free.form", "demand": demand})
+
+    assert answer.status_code == 202, answer.text
+    task = api.get(f"/v1/tasks/{answer.json()['id']}").json()
+    record = cluster.store.record(task["id"])
+    assert record is not None
+    assert record.demand == Demand(512, gpus=2, cpus=4.0, ram_mib=2048, whole=True)
+    assert (task["gpus"], task["whole"], task["lane"].partition("|")[2][:5]) == (2, True, "2xall")
+
+
 def test_eta_and_demand_are_honoured(api: httpx.Client, cluster: FakeCluster) -> None:
     body = {"name": "free.form", "demand": {"vram_mib": 2000, "gpu_model": "H200"}, "eta": "2040-01-01T00:00:00+01:00"}
 
@@ -302,6 +314,10 @@ def test_level_1_full_is_429(settings: Settings, cluster: FakeCluster) -> None:
         ({"name": "vision.segment", "eta": "2040-01-01T00:00:00"}, "body.eta"),
         ({"name": "vision.segment", "attributes": {"a b": 1}}, "body.attributes.a b.[key]"),
         ({"name": "vision.segment", "demand": {"vram_mib": -1}}, "body.demand.vram_mib"),
+        ({"name": "vision.segment", "demand": {"vram_mib": "most"}}, "body.demand.vram_mib"),
+        ({"name": "vision.segment", "demand": {"gpus": 0}}, "body.demand.gpus"),
+        ({"name": "vision.segment", "demand": {"cpus": "2"}}, "body.demand.cpus"),
+        ({"name": "vision.segment", "demand": {"ram_mib": 0.5}}, "body.demand.ram_mib"),
         ({}, "body.name"),
     ],
 )
