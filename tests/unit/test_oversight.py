@@ -309,6 +309,16 @@ def test_a_dead_worker_that_nothing_calls_for_is_not_started_again() -> None:
     assert done(at_both(workers=(Worker(SET, failures=1),))) == [Retire("gpu0-1")]
 
 
+def test_of_several_workers_of_a_set_only_an_idle_one_is_restarted_for_not_listening() -> None:
+    deaf = replace(SEES_BOTH, post=replace(SET, name="gpu0-1.2"), boot="s2", executors=frozenset({"21.1"}))
+    memory = Remembered(idle_since={PAIRED: 0.0}, stalls={PAIRED: STALLS - 1})
+    lost, running = on_both("b", placed_s=0.0), on_both("a", State.RUNNING)
+    assert codes(done(at_both(lost, workers=(deaf,)), memory)) == [("not_started", False)]
+    assert [a.worker for a in done(at_both(lost, workers=(deaf,)), memory) if isinstance(a, Restart)] == ["gpu0-1.2"]
+    found = done(at_both(lost, running, workers=(SEES_BOTH, deaf)), memory)
+    assert not any(isinstance(action, Restart) for action in found)  # one of them has taken a message
+
+
 def test_a_draining_node_starts_no_worker() -> None:
     assert codes(done(at_both(on_both(), draining=True))) == [("node_draining", False)]
 
@@ -358,3 +368,42 @@ def test_no_attempt_is_lost_twice_and_none_is_left_with_a_dead_process(
             assert not a.boot or a.boot == worker.boot
     ended = [action.proc for action in found if isinstance(action, Replace)]
     assert not {a.proc for a in attempts if a.attempt not in lost} & set(ended)
+
+
+SET_WORKERS = st.lists(
+    st.builds(
+        Worker,
+        post=st.just(SET),
+        boot=st.sampled_from(["", "s1", "s2"]),
+        ready=st.booleans(),
+        executors=st.frozensets(st.sampled_from(["20.1", "21.1"]), max_size=1),
+        failures=st.integers(0, STARTS),
+        ending=st.booleans(),
+    ),
+    max_size=3,
+)
+SET_ATTEMPTS = st.lists(
+    st.builds(on_both, name=st.uuids().map(str), state=STATES, placed_s=st.floats(NOW_S - 50, NOW_S)), max_size=4
+)
+
+
+@given(SET_ATTEMPTS, SET_WORKERS, st.sampled_from([{}, {"gpu0-1": 0.0, "gpu0-1.2": 0.0}]), st.booleans())
+def test_every_attempt_on_a_set_is_lost_or_served_and_no_worker_is_ended_under_one(
+    attempts: list[AttemptView], workers: list[Worker], uncalled_since: dict[str, float], doomed: bool
+) -> None:
+    names = [SET.name, *(f"{SET.name}.{number}" for number in range(2, len(workers) + 1))]
+    named = [replace(w, post=replace(SET, name=name)) for w, name in zip(workers, names, strict=False)]
+    seen = at_both(*attempts, workers=tuple(named), processes={"GPU-a": {"20.1": doomed}, "GPU-b": {}})
+
+    found = done(seen, Remembered(uncalled_since=uncalled_since, doomed_since={"20.1": 0.0}))
+
+    lost = {action.attempt.attempt for action in found if isinstance(action, Lose)}
+    kept = [a for a in attempts if a.attempt not in lost]
+    retired = {action.worker for action in found if isinstance(action, Retire)}
+    started = [action.post.name for action in found if isinstance(action, Start)]
+    assert len(started) == len(set(started))
+    assert not seen.workers.keys() & set(started)
+    boots = {a.boot for a in kept if a.boot}
+    assert not any(worker.post.name in retired and worker.boot in boots for worker in named)
+    free = [worker for worker in named if not worker.ending and worker.boot not in boots]
+    assert len(started) + len(free) >= sum(not a.boot for a in kept)

@@ -255,7 +255,10 @@ def _restarts(sight: Sight, stalls: Mapping[str, int], start_timeout_s: float) -
     for queue, count in stalls.items():
         if count >= STALLS:
             message = f"{count} messages in a row have not been taken for {start_timeout_s:g} s"
+            taken = {attempt.boot for attempt in sight.attempts}
             for worker in _serving(sight, queue):
+                if not worker.post.standing and worker.boot in taken:
+                    continue  # its one executor is busy: it is not this one that does not listen
                 yield Restart(worker.post.name, Reason("worker_stalled", message))
 
 
