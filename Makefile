@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-page constraints clean
+.PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-pipeline bench-page constraints clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ bench-calibration: $(READY) ## how wrong tables are put right by measured peaks:
 
 bench-sampling: $(READY) ## what following memory costs: CPU share at 8 GPUs with 8 processes each
 	$(BIN)/python tests/benchmarks/bench_sampling.py $(ARGS)
+
+bench-pipeline: $(READY) ## what brim costs: the same tasks through plain Celery and through brim, in turn
+	$(BIN)/python tests/benchmarks/bench_pipeline.py $(ARGS)
 
 bench-page: $(READY) ## the page with 1,600 simulated GPUs: frames, long tasks, memory over 30 s
 	$(BIN)/python tests/benchmarks/bench_page.py $(ARGS)
