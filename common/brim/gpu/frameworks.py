@@ -171,31 +171,36 @@ class _CuPy:
 
 
 class _Simulated:
-    """The simulated devices that are visible to this process."""
+    """The simulated devices that are visible to this process; as with CUDA, one that it has not used costs nothing."""
 
     module = "brim.gpu.simulated"
 
     def begin(self) -> None:
-        simulated = _loaded(self.module)
-        for uuid in simulated.visible():
+        for simulated, uuid in self._devices():
             simulated.reset_peak(uuid)
 
     def peak_mib(self) -> int | None:
-        simulated = _loaded(self.module)
-        peaks = [peak for uuid in simulated.visible() if (peak := simulated.peak_mib(uuid)) is not None]
-        return max(peaks, default=None)
+        peaks = [simulated.peak_mib(uuid) for simulated, uuid in self._devices()]
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     def pool(self) -> Pool:
-        simulated = _loaded(self.module)
-        pools = [simulated.pool_mib(uuid) for uuid in simulated.visible()]
+        pools = [simulated.pool_mib(uuid) for simulated, uuid in self._devices()]
         return Pool(max((allocated for allocated, _ in pools), default=0), max((held for _, held in pools), default=0))
 
     def limit(self, mib: int | None) -> None:
+        if mib is None:
+            for simulated, uuid in self._devices():
+                simulated.set_limit(None, uuid)
+            return
         simulated = _loaded(self.module)
         for uuid in simulated.visible():
-            if mib is not None:
-                simulated.empty_cache(uuid)
+            simulated.empty_cache(uuid)
             simulated.set_limit(mib, uuid)
+
+    def _devices(self) -> Iterator[tuple[Any, str]]:
+        simulated = _loaded(self.module)
+        if simulated.is_initialized():
+            yield from ((simulated, uuid) for uuid in simulated.visible())
 
 
 _FRAMEWORKS: tuple[_Framework, ...] = (_Torch(), _CuPy(), _Simulated())

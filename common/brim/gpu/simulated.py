@@ -112,6 +112,7 @@ class _Books:
         self.processes = {proc: process for proc, process in self.processes.items() if is_alive(proc)}
 
     def mine(self) -> _Process:
+        _users.add(os.getpid())
         return self.processes.setdefault(_me(), _Process())
 
     def witness(self) -> None:
@@ -241,6 +242,15 @@ def visible() -> list[str]:
         if simulated := [uuid for uuid in uuids if uuid.startswith(UUID_PREFIX)]:
             return simulated
     return []
+
+
+_users: set[int] = set()
+"""This process, once it has an entry in a device's books; a fork has its own."""
+
+
+def is_initialized() -> bool:
+    """Whether this process has ever used a simulated device, or been limited on one."""
+    return os.getpid() in _users
 
 
 class Allocation:
