@@ -1,5 +1,7 @@
 """What brim costs: the same tasks, workers and server, once through plain Celery and once through brim, in turn.
 
+Both workers have the same flags and the same number of pool processes; plain Celery keeps its default prefetching.
+
 Prints a table and, as its last line, one JSON object; every claim is a ratio of the two in the same run.
 """
 
@@ -111,7 +113,9 @@ def stack(folder: Path) -> Iterator[tuple[redis.Redis, Callable[[str], Contestan
             "BRIM_DEVICES": "sim:1x24GiB",
             "BRIM_SIM_DIR": str(folder / "devices"),
         }
-        worker = ["worker", "-c", str(EXECUTORS), "-Q", "plain", "-n", "plain@%h", "-O", "fair", "-l", "WARNING"]
+        # The flags that node agents give their workers: events for Flower, a log line for each task.
+        flags = ["--task-events", "--without-mingle", "--without-gossip", "-l", "INFO"]
+        worker = ["worker", "-c", str(EXECUTORS), "-Q", "plain", "-n", "plain@%h", *flags]
         cli = [sys.executable, "-m", "brim_services.cli"]
         for command in (
             Command(
