@@ -43,9 +43,10 @@ test-ui: $(READY) ## run the page in a real browser and the API against its own 
 
 STORM_SECONDS ?= 60
 SEED ?= 1
+STORM_GPUS ?= 1
 
 test-faults: $(READY) ## a random storm of faults: make test-faults STORM_SECONDS=600 SEED=1
-	@PYTHONPATH=tests $(BIN)/python -m faults.storm --seconds $(STORM_SECONDS) --seed $(SEED)
+	@PYTHONPATH=tests $(BIN)/python -m faults.storm --seconds $(STORM_SECONDS) --seed $(SEED) --gpus $(STORM_GPUS)
 
 check: $(READY) ## lint, types, import layers, and the wheel in a clean environment
 	$(BIN)/ruff check

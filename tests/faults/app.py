@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ brim.install(app)
 
 @app.task(name="storm.work", bind=True, max_retries=5, shared=False)
 def work(self: Task[Any, Any], *, mib: int, seconds: float, retries: int = 0, fails: bool = False) -> int:
-    """Take memory in two steps, hold it for some time; then be retried so many times, and fail or return."""
+    """Take memory of each device in two steps, hold it for some time; then be retried so often, and fail or return."""
     share = random.Random(self.request.id).uniform(0.3, 1.0)
-    with simulated.allocate(int(mib * share / 2)) as memory:
+    with ExitStack() as held:
+        memories = [held.enter_context(simulated.allocate(int(mib * share / 2), uuid)) for uuid in simulated.visible()]
         time.sleep(seconds / 2)
-        memory.resize(int(mib * share))
+        for memory in memories:
+            memory.resize(int(mib * share))
         time.sleep(seconds / 2)
     if self.request.retries < retries:
         raise self.retry(countdown=random.choice([0, 1]))

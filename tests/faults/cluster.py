@@ -1,4 +1,4 @@
-"""A whole cluster of real processes on one machine: a server, intakes, placements, and nodes of one device each."""
+"""A whole cluster of real processes on one machine: a server, intakes, placements, and nodes with their devices."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class Cluster:
         nodes: int = 1,
         intakes: int = 1,
         placements: int = 1,
+        gpus: int = 1,
         device: str = "8GiB",
         executors: int = 2,
         appendfsync: Literal["always", "everysec"] = "always",
@@ -59,6 +60,7 @@ class Cluster:
     ) -> None:
         self.supervisor = supervisor
         self.folder = folder
+        self.gpus = gpus
         self.device = device
         self._clocks = clocks or {}
         self.port = embedded.free_port()
@@ -119,7 +121,7 @@ class Cluster:
             **self._clocks.get(name, {}),
             BROKER_ENV: url,
             "BRIM_REDIS__URL": url,
-            "BRIM_DEVICES": f"sim:1x{self.device}",
+            "BRIM_DEVICES": f"sim:{self.gpus}x{self.device}",
             "BRIM_SIM_DIR": str(self.folder / "devices" / name),
             "BRIM_AGENT__NODE": name,
             "BRIM_AGENT__LOG_FOLDER": str(self.folder / "logs" / name),
@@ -156,7 +158,7 @@ class Cluster:
         self.signal(name, signal.SIGKILL)
 
     def workers(self) -> dict[int, str]:
-        """Main processes of devices' workers: pid -> node."""
+        """Main processes of workers: pid -> node."""
         return {process.pid: node for node, process in self._workers()}
 
     def executors(self) -> dict[int, str]:
@@ -174,7 +176,7 @@ class Cluster:
             with suppress(psutil.Error, KeyError):
                 agent = psutil.Process(self.pid(node) or -1)
                 for child in agent.children():
-                    if "celery" in (words := child.cmdline()) and f"gpu0@{node}" in words:
+                    if "celery" in (words := child.cmdline()) and any(word.endswith(f"@{node}") for word in words):
                         yield node, child
 
     def wait_until(self, condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> None:
@@ -206,7 +208,7 @@ class Cluster:
             devices = self.store.devices()
         except redis.RedisError:
             return False
-        return len(devices) == len(self.node_names) and all(device.state == "up" for device in devices)
+        return len(devices) == self.gpus * len(self.node_names) and all(device.state == "up" for device in devices)
 
     def record(self, task_id: str) -> Record | None:
         """The task's record."""

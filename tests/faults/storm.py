@@ -54,6 +54,9 @@ FAULTS = {
 """What strikes, and how often compared with the others."""
 MIX = {"work": 70, "long": 12, "chain": 10, "late": 8}
 """What is published, and how often compared with the rest."""
+MIX_OF_SEVERAL = {**MIX, "pair": 25, "whole": 8}
+"""The same where nodes have several devices: tasks on two of them, and with one to themselves."""
+DEMANDS: Mapping[str, Mapping[str, Any]] = {"pair": {"gpus": 2}, "whole": {"vram_mib": "all"}}
 PAUSES = (0.5, 2.0)
 """Shortest and longest pause, in leases of what is paused."""
 LEASE_S, LEADER_S = 6.0, 2.0
@@ -64,6 +67,7 @@ SETTINGS = {
     "agent__restart_backoff_s": 0.1,
     "agent__restart_backoff_max_s": 1.0,
     "agent__headroom_mib": 200,
+    "agent__set_idle_s": 3.0,
 }
 OUTSTANDING = 24
 """How many tasks producers have under way at once."""
@@ -81,6 +85,8 @@ class Figures:
 
     seed: int
     seconds: float
+    gpus: int = 1
+    """Devices of each node."""
     tasks: int = 0
     kills: int = 0
     pauses: int = 0
@@ -151,6 +157,8 @@ class Producer(threading.Thread):
             self.followers.add(ids[1])
         else:
             bounds = (0.6 * self._longest_s, self._longest_s) if kind == "long" else (0.05, 0.4)
+            if kind in DEMANDS:
+                options["headers"] = {"brim": DEMANDS[kind]}
             task = self._task(*bounds, **options)
             ids = [task.options["task_id"]]
         while not self._accepted(task):
@@ -186,7 +194,7 @@ class Storm:
         seed: int,
         *,
         faults: Mapping[str, int] = FAULTS,
-        mix: Mapping[str, int] = MIX,
+        mix: Mapping[str, int] | None = None,
         outstanding: int = OUTSTANDING,
         lease_s: float = LEASE_S,
         pauses: tuple[float, float] = PAUSES,
@@ -200,7 +208,7 @@ class Storm:
         self.folder = folder
         self.seconds = seconds
         self.faults = faults
-        self.mix = mix
+        self.mix = mix or (MIX_OF_SEVERAL if shape.get("gpus", 1) > 1 else MIX)
         self.outstanding = outstanding
         self.lease_s = lease_s
         self.pauses = pauses
@@ -211,7 +219,7 @@ class Storm:
         self.latest_s = latest_s
         self.shape = {"nodes": 2, "intakes": 2, "placements": 2, **shape}
         self.draw = random.Random(f"faults {seed}")
-        self.figures = Figures(seed, seconds)
+        self.figures = Figures(seed, seconds, shape.get("gpus", 1))
         self._paused: dict[int, float] = {}
         self._differences: set[str] = set()
         self._look_at_s = 0.0
@@ -464,7 +472,8 @@ def _ends(story: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def replay(figures: Figures) -> str:
     """How to have the same storm again."""
-    return f"make test-faults STORM_SECONDS={figures.seconds:g} SEED={figures.seed}"
+    several = f" STORM_GPUS={figures.gpus}" if figures.gpus > 1 else ""
+    return f"make test-faults STORM_SECONDS={figures.seconds:g} SEED={figures.seed}{several}"
 
 
 def main() -> int:
@@ -472,9 +481,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faults.storm", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long faults strike (60)")
     parser.add_argument("--seed", type=int, default=1, help="which workload, which faults (1)")
+    parser.add_argument("--gpus", type=int, default=1, help="devices of each node; with several, tasks on two (1)")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="brim-storm-"))
-    figures = Storm(folder, chosen.seconds, chosen.seed).run()
+    figures = Storm(folder, chosen.seconds, chosen.seed, gpus=chosen.gpus).run()
     if figures.held:
         shutil.rmtree(folder)
     else:
