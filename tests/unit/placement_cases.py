@@ -85,7 +85,8 @@ demands = st.builds(
     Demand,
     vram_mib=st.sampled_from([100, 1000, 5000, 12_000, 30_000]),
     gpus=st.sampled_from([1, 1, 1, 2, 4]),
-    cpus=st.sampled_from([0.0, 1.0, 4.0]),
+    cpus=st.sampled_from([0.0, 1.0, 4.0, 7.0, 9.0]),
+    ram_mib=st.sampled_from([0, 0, 20 * GIB, 40 * GIB]),
     gpu_models=st.sampled_from([(), (), ("A100",), ("T4", "A100")]),
     labels=st.sampled_from([(), (), (("zone", "x"),)]),
 )

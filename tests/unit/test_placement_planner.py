@@ -134,11 +134,18 @@ class TestReasons:
             ({"state": "lost"}, SMALL, "segment", "state", "gpu0@a is lost"),
             ({}, replace(SMALL, gpus=2), "segment", "too_large", "2 GPUs on one node asked for, a has 1"),
             ({}, replace(SMALL, labels=(("zone", "x"),)), "segment", "labels", "node a has no label zone=x"),
-            ({}, replace(SMALL, cpus=3), "segment", "cpus", "host CPUs short by 1 on node a"),
+            ({}, replace(SMALL, cpus=1.5), "segment", "cpus", "host CPUs short by 0.5 on node a"),
+            (
+                {},
+                replace(SMALL, cpus=3),
+                "segment",
+                "too_large",
+                "host CPUs short by 1 on node a, even if nothing runs there",
+            ),
         ],
     )
     def test_name_the_short_resource(self, fields, demand, task, code, message):
-        cluster = cluster_of([device(**fields)], [Node("a", cpus=2)])
+        cluster = cluster_of([device(**fields)], [Node("a", cpus=2, cpus_used=1)])
         reason = planner().plan(cluster, [lane("x", demand, 1, task=task)], 0.0).waits["x"]
         assert (reason.code, reason.message) == (code, message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -168,7 +168,7 @@ class Survey:
         self._taskset, self._model = (np.zeros(shape, dtype=np.int64) for _ in range(2))
         self._available, self._committed, self._reclaimable = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         self._capacity, self._drained, self._share = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        self._cpu, self._ram = (np.zeros(len(self._names), dtype=np.int64) for _ in range(2))
+        self._cpu, self._ram, self._cpus, self._rams = (np.zeros(len(self._names), dtype=np.int64) for _ in range(4))
         self._numbers: dict[str, int] = {}
         self._runs: dict[str, tuple[tuple[int, int], Bools]] = {}
         self._idle.clear()
@@ -184,6 +184,8 @@ class Survey:
         node = site.node
         self._cpu[place] = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else _AMOUNT
         self._ram[place] = node.ram_mib - node.ram_used_mib if node.ram_mib > 0 else _AMOUNT
+        self._cpus[place] = milli(node.cpus) if node.cpus > 0 else _AMOUNT
+        self._rams[place] = node.ram_mib if node.ram_mib > 0 else _AMOUNT
         before = self._lasting(place)
         self._constants[place], constants = (site.shape, node.ram_mib), self._constants[place]
         self._there[place] = False
@@ -225,10 +227,12 @@ class Survey:
         return known[1]
 
     def _allowed(self, demand: Demand) -> Bools:
-        unsuited = [number for model, number in self._numbers.items() if not suits(model, demand)]
-        if not unsuited:
-            return np.ones((1, 1), dtype=bool)
-        return ~np.isin(self._model, unsuited)
+        unsuited = self._unsuited(demand)
+        return ~np.isin(self._model, unsuited) if unsuited else np.ones((1, 1), dtype=bool)
+
+    def _unsuited(self, demand: Demand) -> list[int]:
+        """The numbers of models that may not take the demand."""
+        return [number for model, number in self._numbers.items() if not suits(model, demand)]
 
     def _codes(self, demand: Demand, task: str, *, memory: bool) -> Ints:
         """[S] rank and amount of each site's `miss`, to be compared; `_NEVER` where no worker knows the task.
@@ -258,8 +262,9 @@ class Survey:
         if memory:
             code = np.where(missing > 0, _RANK["memory"] * _AMOUNT + missing, code)
             code = np.where(over > 0, _RANK["too_large"] * _AMOUNT + over, code)
-        if demand.gpu_models:
-            code = np.where(self._allowed(demand)[places], code, _RANK["model"] * _AMOUNT)
+        unsuited = self._unsuited(demand)
+        if unsuited:
+            code = np.where(np.isin(self._model[places], unsuited), _RANK["model"] * _AMOUNT, code)
         code = np.where(self._up[places], code, _RANK["state"] * _AMOUNT)
         code = np.where(eligible, code, _NEVER)
         number = eligible.sum(axis=1)
@@ -271,6 +276,8 @@ class Survey:
         host = np.where(self._ram[places] < demand.ram_mib, _RANK["ram"], 0)
         host = np.where(self._cpu[places] < milli(demand.cpus), _RANK["cpus"], host) * _AMOUNT
         code = np.where(code == 0, host, code)
+        never = (self._cpus[places] < milli(demand.cpus)) | (self._rams[places] < demand.ram_mib)
+        code = np.where((number > 0) & enough & never, _RANK["too_large"] * _AMOUNT, code)
         if demand.labels:
             names = [self._names[place] for place in places.tolist()]
             unlabelled = [not self.cluster[name].shape.labels.issuperset(demand.labels) for name in names]
@@ -287,6 +294,10 @@ def miss(cluster: Cluster, site: Site, demand: Demand, task: str, *, memory: boo
     if len(eligible) < demand.gpus:
         text = f"{demand.gpus} GPUs on one node asked for, {site.name} has {len(eligible)}"
         return Miss(_RANK["too_large"], demand.gpus - len(eligible), Reason("too_large", text))
+    whole = replace(site.node, cpus_used=0.0, ram_used_mib=0)
+    never = node_shortage(whole, demand)
+    if never is not None:
+        return Miss(_RANK["too_large"], 0, Reason("too_large", f"{never.message}, even if nothing runs there"))
     misses = [_miss(device, demand, memory=memory) for device in eligible]
     limiting = sorted(misses, key=lambda each: (each.rank, each.amount))[max(1, demand.gpus) - 1]
     if limiting.reason is None and host is not None:
