@@ -33,7 +33,8 @@ def served(shared_bench: Bench) -> Iterator[Bench]:
     """The shared agent, complete and idle before, and nothing left over of the test before."""
 
     def ready() -> bool:
-        return shared_bench.is_idle() and shared_bench.device().committed_mib == 0
+        device = shared_bench.device()
+        return shared_bench.is_idle() and device.committed_mib == device.external_mib == 0
 
     wait_until(ready, what="the device is up, idle, complete and empty", timeout_s=STARTING_S)
     yield shared_bench

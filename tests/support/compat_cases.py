@@ -56,7 +56,10 @@ def hooks_of_a_failure(side: Side) -> Any:
 @case("hooks of the team's own base class, in order: retry, then success")
 def hooks_of_a_retry(side: Side) -> Any:
     result = side.task("hooked").delay("retry")
-    return [seen(result), side.notes(result.id, 7)]
+    outcome, notes = seen(result), side.notes(result.id, 7)
+    # The next run may begin before the one that asked for it has come to this.
+    retried = "on_retry ValueError('again')"
+    return [outcome, [note for note in notes if note != retried], notes.count(retried)]
 
 
 @case("hooks of the team's own base class, in order: Ignore")
