@@ -13,6 +13,7 @@ from typing import Any
 from celery.result import AsyncResult
 
 from brim.core.model import State
+from brim.gpu.process import is_alive
 from brim.store.types import Record
 from brim_services.invariants import check_invariants
 from faults.cluster import STARTING_S, Cluster
@@ -175,7 +176,8 @@ class Town:
                 self.cluster.is_complete()
                 and not any(counts.get(state) for state in (State.WAITING, State.SCHEDULED, State.HANDED_OVER))
                 and not any(device.busy for device in devices)
-                and all(len(book) == device.executors for device, book in zip(devices, processes.values(), strict=True))
+                and all(len(processes[device.uuid]) == device.executors for device in devices)
+                and all(is_alive(proc) for book in processes.values() for proc in book)
             )
 
         self.cluster.wait_until(idle, "the cluster is complete and idle", STARTING_S)

@@ -19,6 +19,7 @@ from celery import Celery
 
 from brim.celery.envelope import attempt_fields, parse, slot, split
 from brim.core.model import Demand, Device, State, gpu_queue
+from brim.gpu.process import is_alive
 from brim.store import Store
 from brim.store.runner import Call, Runner
 from brim.store.types import Admission, AdmitAnswer, Commit, Record
@@ -257,8 +258,10 @@ class Bench:
         """Whether every device is up and has all its executors and no others, and none runs a task."""
         devices = self.store.devices()
         attempts, processes = self.store.books([device.uuid for device in devices])
+        # A book names a dead executor for a moment longer than its attempt.
+        living = {uuid: len(book) if all(map(is_alive, book)) else 0 for uuid, book in processes.items()}
         return not attempts and all(
-            device.state == "up" and len(processes[device.uuid]) == self.executors for device in devices
+            device.state == "up" and living[device.uuid] == self.executors for device in devices
         )
 
     def wait_for(self, task_id: str, *states: State, timeout_s: float = 20.0) -> Record:
