@@ -24,7 +24,11 @@ GUARDS: dict[str, list[tuple[str, str, str]]] = {
         ("end", "if known[2] ~= attempt or not LIVE[state] then return 'stale' end", ""),
     ],
     "admission": [
-        ("admit", "if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 0 then return 'gone' end", ""),
+        (
+            "admit",
+            "if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 0 then return 'gone' end",
+            "redis.call('LREM', KEYS[1], -1, ARGV[1])",
+        ),
         ("admit", "if not newer then return 'redelivery' end", ""),
         ("admit", "if LIVE[state] then", "if false then"),
     ],
