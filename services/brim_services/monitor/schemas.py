@@ -223,6 +223,8 @@ class Estimated(BaseModel):
                 {
                     "name": "vision.segment",
                     "vram_mib": 7168,
+                    "gpus": 1,
+                    "whole": False,
                     "profile": "vision.segment",
                     "parts": [{"label": "context", "mib": 400}, {"label": "weights", "mib": 900}],
                     "attributes": {"width": 4096, "height": 4096, "batch": 1},
@@ -233,6 +235,8 @@ class Estimated(BaseModel):
 
     name: str
     vram_mib: int = Field(description="reserved per GPU: the sum of the parts, rounded up to a size class")
+    gpus: int = Field(description="GPUs of one node")
+    whole: bool = Field(description="it would have its GPUs to itself; vram_mib is then the least that they must give")
     profile: str | None = Field(description="the row of the resource table; null: the demand was given")
     parts: list[Part]
     attributes: dict[str, float | str] = Field(description="what the formula read")
@@ -243,6 +247,8 @@ class Estimated(BaseModel):
         return cls(
             name=name,
             vram_mib=found.demand.vram_mib,
+            gpus=found.demand.gpus,
+            whole=found.demand.whole,
             profile=found.profile,
             parts=list(found.parts),
             attributes=dict(found.attributes),
