@@ -219,9 +219,13 @@ class PlacementService:
         self._stale = False
 
     def _find_behind(self) -> None:
-        """Learns which attempts wait behind busy executors, the last placed first: another may have put them there."""
+        """Learns which attempts wait behind busy executors, the last placed first: another may have put them there.
+
+        Attempts on several devices do not wait for executors of theirs: each gets a worker of its own.
+        """
         full = [d.uuid for site in self.mirror.cluster for d in site.devices if d.busy > d.executors]
-        views = {v.task_id: v for v in self.store.books(full)[0] if v.state in (State.PLACED, State.CLAIMED)}
+        found = (v for v in self.store.books(full)[0] if len(v.devices) == 1)
+        views = {v.task_id: v for v in found if v.state in (State.PLACED, State.CLAIMED)}
         self._behind = {}
         for record in self.store.records(sorted(views, key=lambda task_id: -views[task_id].placed_s)):
             view = views[record.task_id]
@@ -291,7 +295,7 @@ class PlacementService:
                 self.metrics.wait_seconds.labels(window.task).observe(max(0.0, waited_s))
                 ids = about(placement.task_id, commit.attempt, ",".join(placement.devices), commit.node)
                 log.info("%s placed on %s", window.task, commit.queue, extra=ids)
-                if placement.behind:
+                if placement.behind and len(placement.devices) == 1:
                     waiting = next(Waiting(*task) for task in window.waiting if task[0] == placement.task_id)
                     self._behind[commit.attempt] = placement, Lane(window.lane, window.task, window.demand, [waiting])
                 self.mirror.placed(placement)
