@@ -81,6 +81,9 @@ class Admitter:
             profile = self.stand_in(task)
         if profile is None or header.vram_mib is not None:
             return estimate(profile, header, {})
+        if profile.batch is not None and envelope.task in REPEATED:
+            message = f"{envelope.task} runs its calls one after the other: publish a group of {task}, which is batched"
+            raise EstimateError(Reason("not_batchable", message))
         signature = self.signatures.get(task)
         if signature is None:
             return None
@@ -176,11 +179,12 @@ def _admission(
 ) -> Admission:
     context_mib = found.context_mib if found else 0
     task = task_of(envelope)
+    batched = found.batched if found else None
     return Admission(
         source=source,
         identity=envelope.identity,
         task=task,
-        lane=lane_of(task, found.demand) if found else UNESTIMATED + task,
+        lane=(batched.lane(task) if batched else lane_of(task, found.demand)) if found else UNESTIMATED + task,
         demand=found.demand if found else Demand(0),
         context_mib=context_mib,
         priority=priority_of(envelope, found) if found else envelope.priority,
@@ -192,6 +196,7 @@ def _admission(
         refusal=refusal,
         waits_for=waits_for,
         explanation=explain(found) if found else {},
+        batched=batched,
     )
 
 

@@ -30,7 +30,7 @@ from brim.store.connection import ServerRefused, address
 from brim.store.types import CloseAnswer, Record
 from brim_services import logs
 from brim_services.admission import UNESTIMATED
-from brim_services.dashboard import Snapshot, render, story_lines, task_table
+from brim_services.dashboard import Snapshot, executor_table, render, story_lines, task_table
 from brim_services.resources import load_table
 from brim_services.waits import explained
 
@@ -213,6 +213,17 @@ def status(as_json: Json = False) -> None:
     for lane in lanes:
         console.print(f"  {lane['lane']}: {lane['depth']} waiting; the first: {lane['reason']}")
     console.print("queues  " + "  ".join(f"{name} {length}" for name, length in queues.items()))
+
+
+@app.command()
+def executors(as_json: Json = False) -> None:
+    """List model executors: which model is resident where, and what it is doing."""
+    _, store = _open()
+    views = store.executors()
+    if as_json:
+        _print_json([canonical(view) | {"state": view.state, "items": len(view.items)} for view in views])
+        return
+    console.print(executor_table(views, store.server_ms() / 1000))
 
 
 @app.command()

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from brim.core.model import TERMINAL, Device, Reason, State
 from brim.store import Store
-from brim.store.types import Record
+from brim.store.types import ExecutorView, Record
 
 BAR_WIDTH = 40
 LONGEST_STORY_FIELD = 200
@@ -133,6 +133,18 @@ def task_table(records: Sequence[Record]) -> Table:
         table.add_column(column)
     for record in records:
         table.add_row(*_row(record))
+    return table
+
+
+def executor_table(views: Sequence[ExecutorView], now_s: float) -> Table:
+    """Model executors, one a row."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("executor", "model", "phase", "state", "MiB", "items", "for s", "reason"):
+        table.add_column(column, justify="right" if column in ("MiB", "items", "for s") else "left")
+    for view in views:
+        model = f"{view.model}@{view.version}" if view.version else view.model
+        figures = (str(view.vram_mib), str(len(view.items)), f"{now_s - view.since_s:.0f}")
+        table.add_row(view.name, model, view.phase, view.state, *figures, str(view.reason or ""))
     return table
 
 

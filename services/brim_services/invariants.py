@@ -38,7 +38,7 @@ def check_invariants(store: Store, *, settled: bool, witness: Mapping[str, Witne
     stories = store.stories(ids)
     for task_id, story in stories.items():
         found += [f"task {task_id}: {breach}" for breach in story_breaches(story)]
-    found += overcommitted(stories.values(), devices)
+    found += overcommitted(stories.values(), devices, store.residency())
     if settled:
         found += _unsettled(store.records(ids), devices, store.queue_lengths([store.keys.outbox])[store.keys.outbox])
     for uuid, seen in (witness or {}).items():
@@ -74,10 +74,21 @@ def story_breaches(story: Story) -> Iterator[str]:
             ended = True
 
 
-def overcommitted(stories: Iterable[Story], devices: Sequence[Device]) -> Iterator[str]:
-    """Devices on which more was reserved at one moment than they can give away (invariant 1)."""
+def overcommitted(stories: Iterable[Story], devices: Sequence[Device], residency: Story = ()) -> Iterator[str]:
+    """Devices on which more was reserved at one moment than they can give away (invariant 1).
+
+    ``residency``: what happened to model executors, which hold memory from when they are wanted until they are gone.
+    """
     held: defaultdict[str, list[Interval]] = defaultdict(list)
     rooms = {device.uuid: device.total_mib - device.headroom_mib for device in devices}
+    wanted: dict[str, Mapping[str, Any]] = {}
+    for line in residency:
+        if line["event"] == "wanted":
+            wanted[line["executor"]] = line
+        elif line["event"] == "gone" and (first := wanted.pop(line["executor"], None)) is not None:
+            held[first["device"]].append((first["t"], line["t"], first["vram_mib"]))
+    for first in wanted.values():
+        held[first["device"]].append((first["t"], math.inf, first["vram_mib"]))
 
     def hold(placed: Mapping[str, Any], until: float) -> None:
         for uuid in placed["devices"].split(","):

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pydantic import ConfigDict
 
 from brim.celery.envelope import BrokerLayout
+from brim.core.batching import ExecutorState, Phase
 from brim.core.model import Device, Reason, State
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.live import AttemptFacts, Book, BookedAttempt, LaneHead
+from brim.store.types import ExecutorView
 from brim_services.waits import NOT_TRIED
 
 _DOCUMENTED = ConfigDict(use_attribute_docstrings=True)
@@ -33,6 +35,31 @@ class RunningTask:
     """What its process uses; null while it is not bound to one."""
     since_s: float
     """When it started, or was placed if it has not started; seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentModel:
+    """A model executor: it keeps a model on a GPU and computes its tasks in batches."""
+
+    __pydantic_config__ = _DOCUMENTED
+
+    name: str
+    model: str
+    version: str
+    phase: Phase
+    """starting, up or draining; only one that is up takes items."""
+    state: ExecutorState
+    """idle, waiting (its items are being staged) or working (a batch is computed)."""
+    reserved_mib: int
+    items: int
+    """How many items it holds."""
+    since_s: float
+    """Since when it is in its phase; seconds since 1970."""
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return f"{self.model}@{self.version}" if self.version else self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +89,7 @@ class Gpu:
     executors: int
     busy: int
     tasks: Sequence[RunningTask]
+    models: Sequence[ResidentModel] = ()
 
     @property
     def name(self) -> str:
@@ -163,10 +191,10 @@ class Painter:
         devices = store.devices()
         books = store.device_books([device.uuid for device in devices])
         facts = self._learn(attempt for book in books for attempt in book.attempts)
-        leader = store.leader()
+        leader, executors = store.leader(), store.executors()
         return Picture(
             at_s=at_s,
-            gpus={d.uuid: _gpu(d, book, facts) for d, book in zip(devices, books, strict=True)},
+            gpus={d.uuid: _gpu(d, book, facts, executors) for d, book in zip(devices, books, strict=True)},
             nodes={
                 view.node.name: Server(view.node.name, view.state, view.renewed_s, view.node.labels)
                 for view in store.nodes()
@@ -191,7 +219,7 @@ class Painter:
         return kept
 
 
-def _gpu(device: Device, book: Book, facts: Mapping[str, AttemptFacts]) -> Gpu:
+def _gpu(device: Device, book: Book, facts: Mapping[str, AttemptFacts], executors: Sequence[ExecutorView]) -> Gpu:
     tasks = []
     for booked in book.attempts:
         fact = facts.get(booked.attempt)
@@ -218,12 +246,19 @@ def _gpu(device: Device, book: Book, facts: Mapping[str, AttemptFacts]) -> Gpu:
         headroom_mib=device.headroom_mib,
         external_mib=device.external_mib,
         counted_mib=device.committed_mib,
-        reserved_mib=sum(booked.vram_mib for booked in book.attempts),
+        reserved_mib=sum(booked.vram_mib for booked in book.attempts) + sum(book.residents_mib.values()),
         measured_mib=sum(book.held_mib.values()),
         available_mib=device.available_mib,
         executors=device.executors,
         busy=device.busy,
         tasks=tuple(sorted(tasks, key=lambda task: (task.since_s, task.attempt))),
+        models=tuple(_resident(view) for view in executors if view.device == device.uuid) if executors else (),
+    )
+
+
+def _resident(view: ExecutorView) -> ResidentModel:
+    return ResidentModel(
+        view.name, view.model, view.version, view.phase, view.state, view.vram_mib, len(view.items), view.since_s
     )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from brim.celery.envelope import BrokerLayout, attempt_fields, sign, slot
@@ -36,6 +37,7 @@ from brim.store.types import Changes, Commit, LaneWindow, NodeView
 from . import metrics
 from .admission import UNESTIMATED
 from .answerer import Answerer
+from .batches import Batches, order_of, short_of_memory
 from .events import Events
 from .learning import Learning
 from .logs import about
@@ -92,8 +94,12 @@ class Mirror:
     def waiting_lanes(self) -> Iterator[Lane]:
         """The lanes whose tasks can be placed, as the planner takes them."""
         for window in self.lanes.values():
-            if not window.lane.startswith(UNESTIMATED):
+            if window.key is None and not window.lane.startswith(UNESTIMATED):
                 yield Lane(window.lane, window.task, window.demand, [Waiting(*task) for task in window.waiting])
+
+    def batch_windows(self) -> list[LaneWindow]:
+        """The lanes of batched tasks."""
+        return [window for window in self.lanes.values() if window.key is not None]
 
     def placed(self, placement: Placement) -> None:
         """Debits a committed placement, until the table's own word arrives."""
@@ -107,7 +113,7 @@ class Mirror:
         if window is not None:
             waiting = [task for task in window.waiting if task[0] != task_id]
             depth = max(len(waiting), window.depth - 1)
-            self.lanes[lane] = LaneWindow(lane, window.task, window.demand, window.context_mib, waiting, depth)
+            self.lanes[lane] = replace(window, waiting=waiting, depth=depth)
 
     def exhausted(self) -> list[str]:
         """Lanes whose window is used up while more tasks wait in them; lanes without any are dropped."""
@@ -135,6 +141,7 @@ class PlacementService:
         self.mirror = Mirror()
         self.promises: dict[str, Promise] = {}
         self._numbers = itertools.count(1)
+        self.batches = Batches(store, settings, self._next_attempt)
         self._noted: dict[str, tuple[str, Reason]] = {}
         self._unfit_since: dict[str, float] = {}
         self._behind: dict[str, tuple[Placement, Lane]] = {}
@@ -213,6 +220,8 @@ class PlacementService:
     def _resync(self) -> None:
         self.store.take_changes(self.epoch, WINDOW)
         self.mirror = Mirror()
+        self.batches.forget()
+        self.batches.refresh_table()
         self._noted.clear()
         self._hear(self.store.snapshot(WINDOW))
         self._find_behind()
@@ -247,9 +256,12 @@ class PlacementService:
     def _apply(self, changes: Changes) -> None:
         for window in changes.lanes:
             known = self.mirror.lanes.get(window.lane)
+            if window.key is not None:
+                continue
             for _ in range(window.depth - (known.depth if known else 0)):
                 self.planner.mix.observe(window.demand)
         self.mirror.apply(changes)
+        self.batches.apply(changes)
         known_sets = self.mirror.cluster.tasksets
         wanted = {device.tasks for device in changes.devices if device.tasks not in known_sets}
         if wanted:
@@ -259,10 +271,11 @@ class PlacementService:
 
     def _place(self) -> None:
         """Plans and commits until a plan places nothing more, or a commit is refused and the mirror is stale."""
+        self._place_batches()
         while True:
             now_s = self._now_s()
             with self.metrics.decision_seconds.time():
-                plan = self.planner.plan(self.mirror.cluster, self.mirror.waiting_lanes(), now_s, self.promises)
+                plan = self._plan(now_s)
             statuses = self._commit(plan, now_s)
             refused = "refused" in statuses
             if not refused:
@@ -274,7 +287,47 @@ class PlacementService:
                 break
         self._call_back(now_s)
         self._recycle(plan)
-        self._note_waits(plan)
+        windows = self.mirror.batch_windows()
+        if windows or self.batches.executors:
+            short = short_of_memory(self.mirror.lanes.values(), plan.waits, self.mirror.cluster)
+            self.batches.settle(self.epoch, windows, short, self.mirror.cluster, now_s)
+        self._note_waits({**plan.waits, **self.batches.waits(windows, self.mirror.cluster, now_s)})
+
+    def _plan(self, now_s: float) -> Plan:
+        """A plan that leaves alone what is kept for a model that has waited longest."""
+        cluster, lanes = self.mirror.cluster, self.mirror.lanes.values()
+        before = min((order_of(window) for window in lanes if window.key is None and window.waiting), default=math.inf)
+        kept = self.batches.keeps(self.mirror.batch_windows(), before, cluster, now_s)
+        if kept is not None:
+            device, mib = kept
+            cluster.update(replace(device, committed_mib=device.committed_mib + mib))
+        try:
+            return self.planner.plan(cluster, self.mirror.waiting_lanes(), now_s, self.promises)
+        finally:
+            if kept is not None:
+                cluster.update(kept[0])
+
+    def _place_batches(self) -> None:
+        """Gives items to model executors until nothing more can be given, or the mirror is stale."""
+        while self.batches.executors:
+            self._look_further(self.mirror.batch_windows())
+            now_s = self._now_s()
+            gone = self.batches.place(self.epoch, self.mirror.batch_windows(), self.mirror.cluster, now_s)
+            for lane, ids in gone.items():
+                for task_id in ids:
+                    self.mirror.drop(lane, task_id)
+            exhausted = self.mirror.exhausted()
+            if exhausted:
+                self._apply(Changes(now_s, lanes=self.store.lane_windows(exhausted, WINDOW)))
+            if not (gone and exhausted):
+                break
+
+    def _look_further(self, windows: Sequence[LaneWindow]) -> None:
+        """Reads more of lanes whose batches, or limit, ask for more than is mirrored."""
+        for window in windows:
+            wanted = self.batches.window_of(window)
+            if len(window.waiting) < min(wanted, window.depth):
+                self._apply(Changes(0.0, lanes=self.store.lane_windows([window.lane], wanted)))
 
     def _commit(self, plan: Plan, now_s: float) -> set[str]:
         """Commits a plan's placements in one round trip; the statuses of the answers."""
@@ -311,8 +364,7 @@ class PlacementService:
         window = self.mirror.lanes[placement.lane]
         devices = self._devices(placement)
         node, uuids = devices[0].node, [device.uuid for device in devices]
-        # The server may forget an epoch when it dies; the service's own name still keeps attempts apart.
-        attempt = f"{self.epoch}-{self._token}-{next(self._numbers)}"
+        attempt = self._next_attempt()
         claimed_mib = min(claim_mib(device, placement.demand) for device in devices)
         fields = attempt_fields(attempt, uuids, node, claimed_mib, window.context_mib)
         return Commit(
@@ -333,6 +385,10 @@ class PlacementService:
         """The devices of a placement, in the order in which its task counts them."""
         found = [self.mirror.cluster.device(uuid_) for uuid_ in placement.devices]
         return sorted((device for device in found if device is not None), key=lambda device: device.index)
+
+    def _next_attempt(self) -> str:
+        # The server may forget an epoch when it dies; the service's own name still keeps attempts apart.
+        return f"{self.epoch}-{self._token}-{next(self._numbers)}"
 
     def _call_back(self, now_s: float) -> None:
         """Takes back a task that waits behind busy executors where another device could start it now.
@@ -370,21 +426,22 @@ class PlacementService:
             if wanted:
                 self.store.doom(self.epoch, uuid_, min(wanted))
 
-    def _note_waits(self, plan: Plan) -> None:
+    def _note_waits(self, waits: Mapping[str, Reason]) -> None:
         """Writes a head's reason into its record when the head or the reason has changed."""
         fresh: dict[str, Reason] = {}
-        for lane, reason in plan.waits.items():
+        for lane, reason in waits.items():
             window = self.mirror.lanes.get(lane)
             if window and window.waiting and self._noted.get(lane) != (window.waiting[0][0], reason):
                 self._noted[lane] = (window.waiting[0][0], reason)
                 fresh[window.waiting[0][0]] = reason
         self.store.note_waits(self.epoch, fresh)
-        for lane in self._noted.keys() - plan.waits.keys():
+        for lane in self._noted.keys() - waits.keys():
             del self._noted[lane]
 
     # -- housekeeping ----------------------------------------------------------------------------------------
 
     def _keep_house(self) -> None:
+        self.batches.refresh_table()
         self._expire()
         self._bury_unfit()
         self._bury_unfollowed()
@@ -449,7 +506,7 @@ class PlacementService:
     def _place_elsewhere(self, uuids: Sequence[str], reason: Reason) -> None:
         """Gives up the attempts on lost devices. Only those that had begun can have been the cause, and count."""
         attempts, _ = self.store.books(uuids)
-        for attempt in attempts:
+        for attempt in (*attempts, *self.batches.attempts_on(uuids)):
             if attempt.state is State.FINISHING:
                 self.answerer.settle_later(attempt, reason, self.epoch)
             else:
@@ -485,7 +542,7 @@ def run(settings: Settings, *, ignore_memory: bool = False) -> None:
     events = Events("placement", settings, stop)
     answerer = Answerer(settings, stop, events.answered)
     service = PlacementService(store, settings, planner, answerer)
-    service.told = events.placed
+    service.told = service.batches.told = events.placed
     metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.placement_port)
     for beside in (answerer, events, Learning(settings, stop, lambda: service.epoch)):
         threading.Thread(target=beside.run, daemon=True).start()

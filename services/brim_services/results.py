@@ -41,7 +41,9 @@ class Results:
         """
         outcome = self.outcome(attempt) if over or attempt.state is State.FINISHING else None
         if outcome is not None:
-            return self._store.end(attempt.task_id, attempt.attempt, attempt.devices, outcome)
+            return self._store.end(
+                attempt.task_id, attempt.attempt, attempt.devices, outcome, executor=attempt.executor
+            )
         return self._store.lose(attempt, reason, counts=counts, max_attempts=self._max_attempts, epoch=epoch)
 
     def outcome(self, attempt: AttemptView) -> Outcome | None:

@@ -83,14 +83,21 @@ def chosen(picture: Picture, order: Order, find: str) -> list[Gpu]:
     wanted = find.lower()
 
     def has(gpu: Gpu) -> bool:
-        return wanted in " ".join([gpu.name, gpu.state, gpu.model, *(task.task for task in gpu.tasks)]).lower()
+        return (
+            wanted
+            in " ".join(
+                [gpu.name, gpu.state, gpu.model, *(task.task for task in gpu.tasks), *(m.label for m in gpu.models)]
+            ).lower()
+        )
 
     return sorted(filter(has, picture.gpus.values()), key=lambda gpu: (order.key(gpu), gpu.node, gpu.index))
 
 
 def gpu_row(gpu: Gpu) -> list[Text | str]:
     """A line of the table of GPUs."""
-    tasks = Text(", ".join(task.task.rpartition(".")[2] for task in gpu.tasks), overflow="ellipsis", no_wrap=True)
+    names = [f"[{model.label} {model.state} {model.items}]" for model in gpu.models]
+    names += [task.task.rpartition(".")[2] for task in gpu.tasks]
+    tasks = Text(", ".join(names), overflow="ellipsis", no_wrap=True)
     used = gpu.external_mib + gpu.counted_mib
     state = tasks if gpu.state == "up" else Text(gpu.state, "red")
     return [

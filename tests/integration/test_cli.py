@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import redis
 
 from brim.core.calibration import Calibration, Sample
 from brim.core.model import Demand, Identity, Node, Reason, State
-from brim.core.profiles import ResourceTable, TableError
-from brim.settings import Settings
+from brim.core.profiles import ResourceTable
 from brim.store import Store
 from brim.store.types import Admission, Commit, DeviceRegistration, NodeRegistration, Peeked
-from brim_services import cli, intake, logs
+from brim_services import cli, logs
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -292,20 +290,12 @@ def test_check_config_names_every_problem(brim: Run, tmp_path: Path, monkeypatch
     assert (code, len(json.loads(out)["problems"])) == (1, 2)
 
 
-def test_a_table_that_asks_for_batches_is_refused(brim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model executor runs them: what intake admitted would wait for ever."""
+def test_a_table_that_asks_for_batches_is_taken(brim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "table.yaml"
     table.write_text("profiles: {t.alone: {vram: 500}, t.many: {model: m, batch: {max_items: 8, per_unit_mib: 10}}}")
     monkeypatch.setenv("BRIM_RESOURCES__TABLE", str(table))
-
-    code, _, err = brim("check-config")
-
-    assert code == 1
-    assert f"{table}: profile 't.many': field 'batch': batches are not run yet" in err
-    assert "t.alone" not in err
-    monkeypatch.setattr(intake, "stop_on_signals", threading.Event)
-    with pytest.raises(TableError, match=r"profile 't\.many': field 'batch'"):
-        intake.run(Settings())
+    assert brim("check-config")[0] == 0
+    assert "reserved 528 MiB" in brim("estimate", "t.many")[1]  # 512 of context and 1.3 x 10 for one item, a size class
 
 
 def test_a_table_that_cannot_be_read_is_one_message(brim: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

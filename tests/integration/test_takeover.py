@@ -13,11 +13,16 @@ from brim.core.model import AttemptView, Demand, Identity, Node, Reason
 from brim.gpu.process import proc_id
 from brim.settings import ConfigurationError
 from brim.store import Store
-from brim.store.types import Admission, Commit, DeviceRegistration, NodeRegistration, Peeked
+from brim.store.types import Admission, Commit, DeviceRegistration, ExecutorView, NodeRegistration, Peeked
 from brim_services.agent.takeover import Boot, take_over
 
 ELSEWHERE = "b00t@another-machine:10.1"
 OLD, NEW = "GPU-old", "GPU-new"
+
+
+def unexpected(view: ExecutorView, reason: Reason) -> None:
+    """No model executor is in these tests' books."""
+    raise AssertionError(f"{view.name}: {reason}")
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def test_a_dead_agents_attempts_are_settled_its_processes_ended_and_its_devices_
         run_task(store, proc_id(executor.pid) or "")
 
         # The processes of the dead are seen by /proc, where ours stay zombies until they are waited for.
-        take_over(store, "n1", [OLD, NEW], 15.0, settled)
+        take_over(store, "n1", [OLD, NEW], 15.0, settled, unexpected)
         assert executor.wait(5) == -9
 
     assert [reason.code for reason in settled.reasons] == ["agent_died"]
@@ -85,10 +90,10 @@ def test_an_agent_that_lives_on_this_machine_is_not_disturbed(store: Store, sett
     with subprocess.Popen(["sleep", "60"]) as agent:
         register(store, str(Boot("b00t", Boot.mine().machine, proc_id(agent.pid) or "")))
         with pytest.raises(ConfigurationError, match=rf"serves node n1 and is alive: process {agent.pid} of this"):
-            take_over(store, "n1", [NEW], 15.0, settled)
+            take_over(store, "n1", [NEW], 15.0, settled, unexpected)
         with pytest.raises(ConfigurationError, match=r"serves device GPU-old \(as node n1\)"):
-            take_over(store, "n2", [OLD], 15.0, settled)
-        take_over(store, "n2", [NEW], 15.0, settled)
+            take_over(store, "n2", [OLD], 15.0, settled, unexpected)
+        take_over(store, "n2", [NEW], 15.0, settled, unexpected)
         agent.kill()
     assert [device.state for device in store.devices()] == ["up", "up"]
 
@@ -98,7 +103,7 @@ def test_an_agent_elsewhere_lives_while_it_renews(store: Store, settled: Settled
     renewal = threading.Timer(0.5, store.renew, ("n1", ELSEWHERE))
     renewal.start()
     with pytest.raises(ConfigurationError, match=r"agent\.node"):
-        take_over(store, "n1", [OLD], 15.0, settled)
+        take_over(store, "n1", [OLD], 15.0, settled, unexpected)
     renewal.join()
 
 
@@ -108,18 +113,18 @@ def test_an_agent_elsewhere_that_does_not_renew_is_dead(
     monkeypatch.setattr("brim_services.agent.takeover.WATCH_S", 0.3)
     register(store, ELSEWHERE)
     run_task(store, "10.1")
-    take_over(store, "n1", [OLD], 15.0, settled)
+    take_over(store, "n1", [OLD], 15.0, settled, unexpected)
     assert len(settled.reasons) == 1
     assert store.devices() == []
 
 
 def test_an_agent_whose_lease_has_run_out_is_dead_at_once(store: Store, settled: Settled) -> None:
     register(store, ELSEWHERE)
-    take_over(store, "n1", [OLD], 0.0, settled)
+    take_over(store, "n1", [OLD], 0.0, settled, unexpected)
     assert store.nodes() == []
 
 
 def test_the_same_agent_takes_itself_over(store: Store, settled: Settled) -> None:
     register(store, str(Boot.mine()))
-    take_over(store, "n1", [OLD], 15.0, settled)
+    take_over(store, "n1", [OLD], 15.0, settled, unexpected)
     assert store.nodes() == []

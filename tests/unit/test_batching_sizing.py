@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brim.core.attributes import BrimHeader, EstimateError
-from brim.core.batching import BatchKey, ModelKey, cut, footprint, key_of, limits_of
+from brim.core.batching import cut, footprint, limits_of
 from brim.core.profiles import BatchProfile, Profile, ResourceTable, TableError, estimate
 
 TABLE = """
@@ -71,18 +71,6 @@ class TestBatchProfile:
         assert message in str(error.value)
 
 
-class TestKeys:
-    def test_hold_task_model_version_and_shape(self):
-        assert key_of("embed", profile(), {"text": "x" * 33}) == BatchKey("embed", ModelKey("bert", "2"), "6")
-
-    def test_have_no_shape_without_a_bucket(self):
-        assert key_of("t", counted(), {}) == BatchKey("t", ModelKey("m"))
-
-    def test_a_profile_without_batch_has_none(self):
-        with pytest.raises(ValueError, match="has no 'batch'"):
-            key_of("t", Profile.model_validate({"name": "t", "vram": 1}), {})
-
-
 class TestFootprint:
     def test_nothing_waiting_still_says_what_a_full_batch_takes(self):
         assert footprint(profile(), []).full_mib == 3136  # 400 + 1200 + 1.5 × 0.25 × 4096
@@ -117,3 +105,35 @@ class TestFootprint:
         limits = limits_of(profile(), 3136, ceiling=5.0)
         assert (limits.per_unit_mib, limits.reservation_mib, limits.ceiling) == (0.375, 1536, 5.0)
         assert limits_of(counted(), 112).reservation_mib == math.inf
+
+
+def test_a_model_in_one_version_has_one_profile():
+    text = """
+profiles:
+  a: {model: m, batch: {max_items: 2}}
+  b: {model: m, version: "2", batch: {max_items: 2}}
+  c: {model: m, batch: {max_items: 4}}
+"""
+    with pytest.raises(TableError, match=r"profile 'c': field 'model': profile 'a' has this model and version already"):
+        ResourceTable.parse(text, "table")
+
+
+class TestEstimate:
+    def test_says_what_a_task_is_batched_by(self):
+        found = estimate(profile(), BrimHeader(), {"text": "x" * 33}).batched
+        assert found is not None
+        assert (found.model, found.version, found.shape, found.size) == ("bert", "2", "6", 33.0)
+        assert found.lane("embed") == "embed|batch|bert@2|6"
+
+    def test_has_no_shape_without_a_bucket(self):
+        found = estimate(counted(), BrimHeader(), {}).batched
+        assert found is not None
+        assert (found.shape, found.lane("t")) == ("", "t|batch|m")
+
+    def test_tasks_that_are_not_batched_have_none(self):
+        assert estimate(Profile.model_validate({"name": "t", "vram": 1}), BrimHeader(), {}).batched is None
+
+    @pytest.mark.parametrize("header", [{"vram_mib": 1}, {"gpu_model": "L4"}, {"labels": {"zone": "a"}}])
+    def test_a_header_cannot_say_where_a_batched_task_runs(self, header):
+        with pytest.raises(EstimateError, match="bad_header"):
+            estimate(profile(), BrimHeader.model_validate(header), {"text": "x"})

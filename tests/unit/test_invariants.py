@@ -59,3 +59,17 @@ def test_reservations_that_overlap_must_fit_the_device() -> None:
     assert list(overcommitted([whole, between], [GPU])) == [
         "no over-commit: 1000 MiB were reserved at once on node.0, which has 900"
     ]
+
+
+def test_a_model_executor_holds_memory_from_when_it_is_wanted_until_it_is_gone() -> None:
+    whole = story("admitted", "placed a", "succeeded a")
+    began, ended = whole[0]["t"], whole[-1]["t"]
+    life = [
+        {"t": began, "executor": "m", "event": "wanted", "device": GPU.uuid, "vram_mib": 500},
+        {"t": ended, "executor": "m", "event": "gone"},
+    ]
+    assert list(overcommitted([], [GPU], life)) == []
+    assert len(list(overcommitted([whole], [GPU], life))) == 1
+    later = [{**line, "t": line["t"] + 99} for line in whole]  # type: ignore[operator]
+    assert list(overcommitted([later], [GPU], life)) == []
+    assert len(list(overcommitted([later], [GPU], life[:1]))) == 1

@@ -26,6 +26,9 @@ GREETING_TIMEOUT_S = 5.0
 
 MAX_BYTES = 512
 
+EXECUTOR = "BRIM_MODEL_EXECUTOR"
+"""The environment variable that makes a worker the model executor of that name."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:

@@ -55,19 +55,19 @@ class Attempts:
 
     def server_s(self) -> float:
         """The server's clock, the only one that all nodes have in common."""
-        return self._patiently(self.store.server_ms) / 1000
+        return self.patiently(self.store.server_ms) / 1000
 
     def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
         """The start claim, before the pool gets the task."""
-        return self._patiently(lambda: self.store.claim(task_id, attempt.attempt, self._identity.boot))
+        return self.patiently(lambda: self.store.claim(task_id, attempt.attempt, self._identity.boot))
 
     def bind(self, task_id: str, attempt: AttemptHeader, proc: str) -> Bound:
         """An executor is about to run the task."""
-        return self._patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc))
+        return self.patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc))
 
     def finish(self, task_id: str, attempt: AttemptHeader, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:
         """The finish claim: only who is granted it may publish anything about the task."""
-        return self._patiently(lambda: self.store.finish(task_id, attempt.attempt, proc, left_to_main=left_to_main))
+        return self.patiently(lambda: self.store.finish(task_id, attempt.attempt, proc, left_to_main=left_to_main))
 
     def end(
         self,
@@ -80,13 +80,22 @@ class Attempts:
     ) -> None:
         """The end, after the result: the reservation becomes leftover, and the agent looks at once."""
         outcome = Outcome(state, reason, leftover_mib, attempt.context_mib, peak_mib)
-        self._patiently(lambda: self.store.end(task_id, attempt.attempt, attempt.devices, outcome))
+        self.patiently(lambda: self._ended(task_id, attempt, outcome))
         self._agent.changed(attempt.attempt)
+
+    def _ended(self, task_id: str, attempt: AttemptHeader, outcome: Outcome) -> None:
+        self.store.end(task_id, attempt.attempt, attempt.devices, outcome, executor=attempt.executor)
 
     def requeue(self, task_id: str, attempt: AttemptHeader, reason: Reason) -> None:
         """The task asked to be delivered again (``Reject(requeue=True)``): it waits in its old place."""
         view = self._view(task_id, attempt, MAIN_PROCESS, State.FINISHING)
-        self._patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
+        self.patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
+        self._agent.changed(attempt.attempt)
+
+    def give_back(self, task_id: str, attempt: AttemptHeader, reason: Reason, state: State = State.PLACED) -> None:
+        """An item that its model executor does not hold any longer waits in its old place, and nothing counts it."""
+        view = self._view(task_id, attempt, MAIN_PROCESS, state)
+        self.patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
         self._agent.changed(attempt.attempt)
 
     def out_of_memory(
@@ -95,7 +104,7 @@ class Attempts:
         """The attempt ran out of GPU memory, which the framework told in this ``text``; see `place_again_with_more`."""
         view = self._view(task_id, attempt, proc, State.RUNNING)
         reason = Reason("oom", f"ran out of GPU memory with {attempt.vram_mib} MiB reserved: {text}")
-        answer = self._patiently(
+        answer = self.patiently(
             lambda: place_again_with_more(self.store, view, reason, peak_mib, offered_mib, self._max_attempts)
         )
         self._agent.changed(attempt.attempt if answer is OutOfMemoryAnswer.WAITING else "")
@@ -114,9 +123,11 @@ class Attempts:
             claimed_s=None,
             lane="",
             context_mib=attempt.context_mib,
+            executor=attempt.executor,
         )
 
-    def _patiently(self, call: Callable[[], T]) -> T:
+    def patiently(self, call: Callable[[], T]) -> T:
+        """The answer of a call to the store, which is asked again through an outage. Raises that outage in the end."""
         deadline = time.monotonic() + self._patience_s
         pause_s = 0.0
         while True:

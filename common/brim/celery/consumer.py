@@ -28,6 +28,7 @@ from brim.store.types import ClaimAnswer
 from .attempts import MAIN_PROCESS, Attempts, refusal
 from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, is_genuine, received
 from .executor import failure
+from .model_executor import ModelExecutor
 
 log = get_logger("brim.worker")
 
@@ -71,14 +72,21 @@ def strategy(attempts: Attempts, inner: Any, task: Task, app: Celery, consumer: 
 def may_start(attempts: Attempts, message: Any, attempt: AttemptHeader) -> bool:
     """The start claim; nothing is claimed for a message that brim has not made, where there is a key to tell by."""
     task_id = message.headers["id"]
-    if not is_genuine(message, attempts.key):
-        told = "task %s[%s] is refused: intake and placement have not signed it as attempt %s"
-        log.warning(told, message.headers["task"], task_id, attempt.attempt)
+    if not may_be_taken(message, attempt, attempts.key):
         return False
     answer = attempts.claim(task_id, attempt)
     if answer is not ClaimAnswer.GRANTED:
         refusal(attempt, task_id, "start", answer)
     return answer is ClaimAnswer.GRANTED
+
+
+def may_be_taken(message: Any, attempt: AttemptHeader, key: bytes) -> bool:
+    """Whether brim has made this message, where there is a key to tell by; said in the log if not."""
+    genuine = is_genuine(message, key)
+    if not genuine:
+        told = "task %s[%s] is refused: intake and placement have not signed it as attempt %s"
+        log.warning(told, message.headers["task"], message.headers["id"], attempt.attempt)
+    return genuine
 
 
 class AttemptRequest(Request):
@@ -105,7 +113,7 @@ class AttemptRequest(Request):
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         if not self._may_answer():
             self._already_revoked = True
-            self._drop()
+            self.drop()
             return
         try:
             super()._announce_revoked(reason, terminated, signum, expired)
@@ -160,7 +168,7 @@ class AttemptRequest(Request):
 
     def _answer(self, answer: Callable[[], None], reason: Reason, *, left_to_main: bool = False) -> None:
         if not self._may_answer(left_to_main=left_to_main):
-            self._drop()
+            self.drop()
             return
         try:
             answer()
@@ -181,10 +189,68 @@ class AttemptRequest(Request):
             self._ended = True
             self.attempts.end(self.id, self.attempt, state, reason)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Let go of a message whose attempt is somebody else's by now."""
         worker_state.task_ready(self)
         self.acknowledge()
+
+
+class ItemRequest(AttemptRequest):
+    """Mixed into every batched task's request class in a model executor."""
+
+    executor: ModelExecutor
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Revoked with ``terminate=True``: answered at once; what its batch then says of it is refused.
+
+        The batch goes on: ending the process would throw away what it computes for others.
+        """
+        if self._may_answer():
+            number = platforms.signals.signum(signal or TERM_SIGNAME)
+            self._announce_revoked("terminated", True, number, False)
+
+    def _may_answer(self, *, left_to_main: bool = False) -> bool:
+        """An item that is not sealed yet is claimed first, as its batch would claim it."""
+        if not self._granted:
+            self.executor.claim_one(self.id, self.attempt)
+        return super()._may_answer(left_to_main=left_to_main)
+
+
+def hand_over(tasks: Iterable[Any], attempts: Attempts, executor: ModelExecutor) -> None:
+    """Have every task's messages handed to the model executor instead of the pool."""
+    for task in tasks:
+        task.acks_late = task.acks_on_timeout = True
+        base = symbol_by_name(task.Request)
+        task.Request = type("Request", (ItemRequest, base), {"attempts": attempts, "executor": executor})
+        task.Strategy = partial(item_strategy, executor, task.Strategy)
+
+
+class _Handing:
+    """The consumer, but that what it is asked to run goes elsewhere."""
+
+    def __init__(self, consumer: Any, handle: Callable[[Any], None]) -> None:
+        self._consumer = consumer
+        self.on_task_request = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+
+def item_strategy(executor: ModelExecutor, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
+    """The task's own strategy; it is claimed with its batch. Other executors' items are acknowledged silently."""
+    handle = instantiate(inner, task, app, _Handing(consumer, executor.arrive), **options)
+    key = executor.attempts.key
+
+    def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
+        attempt = attempt_of(message)
+        if attempt is None:
+            log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
+            forward(message)
+        elif attempt.executor == executor.name and may_be_taken(message, attempt, key):
+            return handle(message, body, ack, reject, callbacks, **more)
+        return ack(log, consumer.connection_errors)
+
+    return on_message
 
 
 class BrimStep(bootsteps.StartStopStep):
@@ -202,10 +268,13 @@ class BrimStep(bootsteps.StartStopStep):
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timer: Any = None
-        prepare(consumer.app.tasks.values(), self.attempts)
+        self._prepare(consumer.app.tasks.values())
         for hook in ("on_unknown_task", "on_invalid_task"):
             setattr(consumer, hook, self._answering(consumer, getattr(consumer, hook), message_at=1))
         consumer.on_decode_error = self._answering(consumer, consumer.on_decode_error, message_at=0)
+
+    def _prepare(self, tasks: Iterable[Any]) -> None:
+        prepare(tasks, self.attempts)
 
     def start(self, consumer: Any) -> None:
         """Renew from now on, on this connection."""
@@ -268,6 +337,15 @@ class BrimStep(bootsteps.StartStopStep):
             hook(*args)
 
         return answering
+
+
+class ExecutorStep(BrimStep):
+    """The same in a model executor."""
+
+    executor: ModelExecutor
+
+    def _prepare(self, tasks: Iterable[Any]) -> None:
+        hand_over(list(tasks), self.attempts, self.executor)
 
 
 def renew(consumer: Any) -> None:

@@ -21,7 +21,7 @@ import uuid
 import zlib
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, tzinfo
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,33 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemHeader:
+    """What an item's model executor has to know of it besides: see `brim.core.batching.Item`.
+
+    Items that placement committed together carry the same ``group`` and how many they are.
+    """
+
+    executor: str
+    shape: str
+    order: float
+    size: float
+    group: str
+    together: int
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> ItemHeader:
+        """From a header; raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
+        return cls(
+            executor=str(fields["executor"]),
+            shape=str(fields["shape"]),
+            order=float(fields["order"]),
+            size=float(fields["size"]),
+            group=str(fields["group"]),
+            together=int(fields["together"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptHeader:
     """What placement writes into the header of a message that it puts into a device's queue.
 
@@ -97,10 +124,17 @@ class AttemptHeader:
     context_mib: int
     nesting: int
     retries: int
+    item: ItemHeader | None = None
+    """Of an item of a batch."""
+
+    @property
+    def executor(self) -> str:
+        """The model executor that it is an item of; empty for a task that holds memory of its own."""
+        return self.item.executor if self.item is not None else ""
 
     def fields(self) -> dict[str, Any]:
         """The header's fields without the rank, which stands in the head already (see `split`)."""
-        return attempt_fields(self.attempt, self.devices, self.node, self.vram_mib, self.context_mib)
+        return attempt_fields(self.attempt, self.devices, self.node, self.vram_mib, self.context_mib, self.item)
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> AttemptHeader | None:
@@ -116,6 +150,7 @@ class AttemptHeader:
                 context_mib=int(header["context_mib"]),
                 nesting=int(header["nesting"]),
                 retries=int(header["retries"]),
+                item=ItemHeader.read(header["item"]) if "item" in header else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedMessage(
@@ -328,9 +363,12 @@ def slot(delivery_tag: str, brim_header: Mapping[str, Any]) -> bytes:
     return f'{fields}}}}}, "properties": {{"delivery_tag": {json.dumps(delivery_tag)}'.encode()
 
 
-def attempt_fields(attempt: str, devices: Sequence[str], node: str, vram_mib: int, context_mib: int) -> dict[str, Any]:
+def attempt_fields(
+    attempt: str, devices: Sequence[str], node: str, vram_mib: int, context_mib: int, item: ItemHeader | None = None
+) -> dict[str, Any]:
     """What placement writes into a message's brim header, ready for `slot`; see `AttemptHeader`."""
     return {
+        **({"item": asdict(item)} if item is not None else {}),
         "attempt": attempt,
         "devices": list(devices),
         "node": node,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -52,7 +52,9 @@ def prepare(app: Celery, hostname: str, attempts: Attempts) -> None:
 class Execution:
     """One attempt while this process runs it."""
 
-    def __init__(self, attempts: Attempts, task_id: str, attempt: AttemptHeader, proc: str, memory: OwnMemory) -> None:
+    def __init__(
+        self, attempts: Attempts, task_id: str, attempt: AttemptHeader, proc: str, memory: OwnMemory | None = None
+    ) -> None:
         self.attempts = attempts
         self.memory = memory
         self.task_id = task_id
@@ -112,13 +114,23 @@ class Execution:
             self.wanted_mib = frameworks.pool().allocated_mib + asked_mib
         known_mib = max(frameworks.peak_mib() or 0, self.wanted_mib)
         needed_mib = known_mib + attempt.context_mib if known_mib else 0
-        offered_mib = self.memory.offered_mib(attempt.devices)
+        offered_mib = self.memory.offered_mib(attempt.devices) if self.memory is not None else None
         text = failure(error).message
         answer = self.attempts.out_of_memory(self.task_id, attempt, self.proc, text, needed_mib, offered_mib)
         return answer is OutOfMemoryAnswer.WAITING
 
 
 _current: ContextVar[Execution | None] = ContextVar("brim_execution", default=None)
+
+
+@contextmanager
+def current_execution(execution: Execution) -> Iterator[None]:
+    """Within this, the tasks of this thread run as that attempt."""
+    token = _current.set(execution)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class AttemptTask(Task):
@@ -192,16 +204,14 @@ class Executor:
                 return _ignored(refusal(attempt, uuid, "run", bound.answer))
             frameworks.begin()
             frameworks.limit(None if bound.guard == "off" else max(1, attempt.vram_mib - attempt.context_mib))
-            token = _current.set(execution)
-            try:
-                traced_outcome = trace(uuid, args, kwargs, request)
-            except MemoryError as error:
-                out_of_memory = plain(error)
-            else:
-                self._end(execution, traced_outcome.info)
-                return traced_outcome
-            finally:
-                _current.reset(token)
+            with current_execution(execution):
+                try:
+                    traced_outcome = trace(uuid, args, kwargs, request)
+                except MemoryError as error:
+                    out_of_memory = plain(error)
+                else:
+                    self._end(execution, traced_outcome.info)
+                    return traced_outcome
             raise out_of_memory
 
         return traced
@@ -216,7 +226,7 @@ class Executor:
                 execution.attempts.requeue(task_id, attempt, Reason("requeued", "the task asked to be requeued"))
             # Otherwise Celery answers in the main process, and the attempt is ended there.
             return
-        state, reason = self._outcome(execution, info)
+        state, reason = outcome_of(self._app, execution, info)
         leftover_mib = self._memory.leftover_mib(attempt.devices)
         counted_mib = max(frameworks.peak_mib() or 0, execution.wanted_mib)
         peak_mib = counted_mib + self._beside_pools_mib(attempt, leftover_mib) if counted_mib else None
@@ -229,24 +239,27 @@ class Executor:
             return attempt.context_mib
         return max(0, max(leftover_mib) - frameworks.pool().held_mib)
 
-    def _outcome(self, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:
-        if info is None:
-            return State.SUCCEEDED, None
-        if execution.replaced_by is not None:
-            return self._handed_over(execution.replaced_by, "replaced")
-        if info.state == RETRY:
-            return self._handed_over(info.retval.sig, "retried")
-        if info.state == IGNORED:
-            return State.SUCCEEDED, Reason("ignored", f"the task raised Ignore: {info.retval}")
-        assert info.state == FAILURE
-        return State.FAILED, failure(info.retval)
 
-    def _handed_over(self, sig: Signature, how: str) -> tuple[State, Reason]:
-        """Whether the message that carries the task's id on comes back to intake, or leaves brim."""
-        carrier = _carrier(sig)
-        if goes_to_intake(self._app, carrier):
-            return State.HANDED_OVER, Reason(how, f"{how} by {carrier.task}" if how == "replaced" else how)
-        return State.SUCCEEDED, Reason(how, f"{how} by {carrier.task}, which does not go through brim")
+def outcome_of(app: Celery, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:
+    """How an attempt ended, by what Celery's trace function made of it; not for one that was rejected."""
+    if info is None:
+        return State.SUCCEEDED, None
+    if execution.replaced_by is not None:
+        return _handed_over(app, execution.replaced_by, "replaced")
+    if info.state == RETRY:
+        return _handed_over(app, info.retval.sig, "retried")
+    if info.state == IGNORED:
+        return State.SUCCEEDED, Reason("ignored", f"the task raised Ignore: {info.retval}")
+    assert info.state == FAILURE
+    return State.FAILED, failure(info.retval)
+
+
+def _handed_over(app: Celery, sig: Signature, how: str) -> tuple[State, Reason]:
+    """Whether the message that carries the task's id on comes back to intake, or leaves brim."""
+    carrier = _carrier(sig)
+    if goes_to_intake(app, carrier):
+        return State.HANDED_OVER, Reason(how, f"{how} by {carrier.task}" if how == "replaced" else how)
+    return State.SUCCEEDED, Reason(how, f"{how} by {carrier.task}, which does not go through brim")
 
 
 class OwnMemory:

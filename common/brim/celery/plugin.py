@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from celery import Celery, current_app
-from celery.signals import celeryd_init, worker_init, worker_process_init
+from celery.signals import celeryd_init, worker_init, worker_process_init, worker_shutting_down
 from celery.utils.log import get_logger
 
 from brim.core.attributes import TaskSignature
 from brim.settings import Settings
 
 from . import consumer, executor
-from .agent_link import WorkerIdentity, WorkerSide
+from .agent_link import EXECUTOR, WorkerIdentity, WorkerSide
 from .attempts import Attempts
+from .batch_task import BatchTask
+from .model_executor import ModelExecutor
 
 log = get_logger("brim.worker")
 
@@ -42,10 +45,14 @@ def registration(app: Celery) -> tuple[list[str], dict[str, TaskSignature]]:
     signatures: dict[str, TaskSignature] = {}
     for name in names:
         try:
-            signatures[name] = TaskSignature.from_callable(app.tasks[name].run)
+            signatures[name] = _signature(app.tasks[name])
         except (TypeError, ValueError):
             continue
     return names, signatures
+
+
+def _signature(task: Any) -> TaskSignature:
+    return task.parameters() if isinstance(task, BatchTask) else TaskSignature.from_callable(task.run)
 
 
 def unpicklable_settings(app: Celery) -> list[tuple[str, str]]:
@@ -100,12 +107,28 @@ def _on_configured(identity: WorkerIdentity, conf: Any, **_: Any) -> None:
 def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
     """The worker's main process: options that the command line's own defaults would win over, and brim's step."""
     sender.pool_start_method = "spawn"
-    sender.prefetch_multiplier = 1
     sender.task_events = True
     sender.disable_rate_limits = True
+    name = os.environ.get(EXECUTOR)
+    if name is not None:
+        _become_executor(identity, name, sender)
+        return
+    sender.prefetch_multiplier = 1
     attempts = Attempts(identity, Settings.load(), MAIN_PATIENCE_S)
     fields = {"attempts": attempts, "devices": identity.devices, "__module__": consumer.__name__}
     sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
+
+
+def _become_executor(identity: WorkerIdentity, name: str, sender: Any) -> None:
+    """This worker is a model executor: it loads its model now, and takes items when it consumes."""
+    # As many as placement commits: both task sets, and what is computed.
+    sender.prefetch_multiplier = 0
+    attempts = Attempts(identity, Settings.load())
+    model = ModelExecutor(sender.app, name, identity.boot, attempts, sender.hostname)
+    model.begin()
+    worker_shutting_down.connect(lambda **_: model.drain(), weak=False, dispatch_uid="brim.drain")
+    fields = {"attempts": attempts, "devices": identity.devices, "executor": model, "__module__": consumer.__name__}
+    sender.app.steps["consumer"].add(type("BrimStep", (consumer.ExecutorStep,), fields))
 
 
 def _on_executor(identity: WorkerIdentity, sender: str, **_: Any) -> None:

@@ -183,6 +183,8 @@ class AttemptView:
     """Whether it is held to its reservation, as its profile says."""
     queue: str = ""
     """The broker list that its message was put into."""
+    executor: str = ""
+    """The model executor that holds it as an item; empty for a task that holds memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)

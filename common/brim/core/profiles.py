@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
@@ -317,6 +317,7 @@ class ResourceTable:
                 check.add(section, "field 'name'", "unknown field")
             elif profile := check.model(Profile, {**_over(shared, row), "name": name}, section):
                 profiles[name] = profile
+        check.models(profiles.values())
         if check.problems:
             raise TableError(tuple(check.problems))
         return cls(profiles)
@@ -333,6 +334,21 @@ class ResourceTable:
 
     def __len__(self) -> int:
         return len(self.profiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Batched:
+    """What decides with what a batched task is computed, and how much of a batch it takes: see `BatchProfile`."""
+
+    model: str
+    version: str
+    shape: str
+    size: float
+
+    def lane(self, task: str) -> str:
+        """The level-1 lane of a task: one for each model, version and shape bucket (requirement B10)."""
+        model = f"{self.model}@{self.version}" if self.version else self.model
+        return "|".join(part for part in (task, "batch", model, self.shape) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +392,7 @@ class Estimate:
     guard: str
     suggested_mib: int | None
     attributes: Mapping[str, float | str]
+    batched: Batched | None = None
 
     def __str__(self) -> str:
         sums = " + ".join(f"{part.mib:.0f} ({part.label})" for part in self.parts)
@@ -422,6 +439,7 @@ def estimate(
     suggested_mib = None
     attributes: Mapping[str, float | str] = {}
     whole = profile is not None and profile.whole
+    batched = None
     if profile is not None and profile.batch is not None:
         _only_its_executors(profile, header)
     if header.vram_mib is not None:
@@ -438,7 +456,9 @@ def estimate(
         attributes = profile.vram.inputs(merged)
         declared_mib = sum(part.mib for part in parts)
         _check_bounds(max(1.0, declared_mib) if whole else declared_mib, profile.max_mib)
-        if learned is not None and profile.calibration != "off":
+        if (batch := profile.batch) is not None:
+            batched = Batched(profile.model or "", profile.version, batch.shape(merged), batch.size(merged))
+        if learned is not None and profile.calibration != "off" and profile.batch is None:
             suggested = learned.reserve_mib(summands, declared_mib, models)
             if suggested is not None:
                 suggested_mib = math.ceil(min(suggested, profile.max_mib or MAX_MIB))
@@ -465,15 +485,21 @@ def estimate(
         guard=row.guard,
         suggested_mib=suggested_mib,
         attributes=attributes,
+        batched=batched,
     )
 
 
 def _only_its_executors(profile: Profile, header: BrimHeader) -> None:
-    """Refuse what a producer cannot choose for a task that is batched."""
-    chosen = {"vram_mib": header.vram_mib, "gpus": header.gpus if header.gpus != 1 else None}
+    """Refuse what only the profile can say of a batched task: where its model executors run, and in what."""
+    chosen = {
+        "vram_mib": header.vram_mib,
+        "gpus": header.gpus if header.gpus != 1 else None,
+        "gpu_model": header.gpu_model,
+        "labels": header.labels or None,
+    }
     for field_name, value in chosen.items():
         if value is not None:
-            what = f"header 'brim': field '{field_name}': {profile.name} is batched, so its memory is its executor's"
+            what = f"header 'brim': field '{field_name}': {profile.name} is batched, so that is its executor's"
             raise EstimateError(Reason("bad_header", what))
 
 
@@ -522,6 +548,17 @@ class _Check:
 
     def add(self, section: str, where: str, reason: str) -> None:
         self.problems.append(Problem(self.source, section, where, reason))
+
+    def models(self, profiles: Iterable[Profile]) -> None:
+        """A model in one version has one profile: its executors serve all its tasks within one set of limits."""
+        owners: dict[tuple[str, str], str] = {}
+        for profile in profiles:
+            if profile.model is not None:
+                owner = owners.setdefault((profile.model, profile.version), profile.name)
+                if owner != profile.name:
+                    section = f"profile {shorten(repr(profile.name))}"
+                    reason = f"profile {owner!r} has this model and version already; a glob can name several tasks"
+                    self.add(section, place(("model",)), reason)
 
     def section(self, document: Mapping[Any, Any], key: str, absent: dict[Any, Any] | None = None) -> dict[Any, Any]:
         """A top-level mapping of the table; ``absent`` is its value when left out, None: must be there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from .attempts import AttemptSide
 from .audit import AuditSide
 from .base import FencedError
 from .calibration import CalibrationSide
@@ -12,12 +11,13 @@ from .intake import IntakeSide
 from .live import LiveSide
 from .nodes import NodeSide
 from .placement import PlacementSide
+from .residents import ResidentSide
 
 if TYPE_CHECKING:
     from brim.settings import Settings
 
 
-class Store(IntakeSide, PlacementSide, AttemptSide, NodeSide, LiveSide, AuditSide, CalibrationSide):
+class Store(IntakeSide, PlacementSide, ResidentSide, NodeSide, LiveSide, AuditSide, CalibrationSide):
     """All of brim's state: ``Store(client, prefix)`` with a redis-py client that does not decode responses."""
 
     @classmethod

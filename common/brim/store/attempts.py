@@ -9,7 +9,7 @@ from brim.core.model import AttemptView, Demand, Reason, State
 
 from .base import Base, FencedError
 from .codec import dump, guard_of
-from .runner import Arg
+from .runner import Arg, Call
 from .types import Bound, ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome, OutOfMemoryAnswer
 
 _PLACED_ON_THE_WAY = (State.PLACED, State.CLAIMED)
@@ -45,13 +45,26 @@ class AttemptSide(Base):
         ``proc`` is empty when the worker's main process claims, for instance for a task that was revoked there.
         It gets what an executor has claimed only if that is done and has left the answer to it (``left_to_main``).
         """
+        call = self._finish(task_id, attempt, proc, left_to_main=left_to_main)
+        return ClaimAnswer(self.runner.run_many([call])[0].decode())
+
+    def _finish(self, task_id: str, attempt: str, proc: str, *, left_to_main: bool = False) -> Call:
         keys = self.keys
         names = [keys.task(task_id), keys.story(task_id), keys.counts]
         args: list[Arg] = [attempt, proc, int(left_to_main), round(time.time() * 1000)]
-        return ClaimAnswer(self.runner.run("finish", names, args).decode())
+        return Call("finish", names, args)
 
-    def end(self, task_id: str, attempt: str, devices: Sequence[str], outcome: Outcome) -> EndAnswer:
-        """Ends an attempt: its reservation becomes leftover, its record is closed, placement wakes."""
+    def end(
+        self, task_id: str, attempt: str, devices: Sequence[str], outcome: Outcome, *, executor: str = ""
+    ) -> EndAnswer:
+        """Ends an attempt: its reservation becomes leftover, its record is closed, placement wakes.
+
+        An item of a model ``executor`` has no reservation; it leaves that one's book.
+        """
+        call = self._end(task_id, attempt, self.books_of(devices, executor), outcome)
+        return EndAnswer(self.runner.run_many([call])[0].decode())
+
+    def _end(self, task_id: str, attempt: str, books: Sequence[str], outcome: Outcome) -> Call:
         keys = self.keys
         names = [
             keys.task(task_id),
@@ -65,7 +78,7 @@ class AttemptSide(Base):
             keys.outbox,
             keys.awaited,
             keys.peaks,
-            *(keys.book(uuid) for uuid in devices),
+            *books,
         ]
         leftover = "" if outcome.leftover_mib is None else ",".join(str(mib) for mib in outcome.leftover_mib)
         args: list[Arg] = [
@@ -77,7 +90,7 @@ class AttemptSide(Base):
             outcome.context_mib,
             "" if outcome.peak_mib is None else outcome.peak_mib,
         ]
-        return EndAnswer(self.runner.run("end", names, args).decode())
+        return Call("end", names, args)
 
     def out_of_memory(
         self,
@@ -147,7 +160,7 @@ class AttemptSide(Base):
                 keys.awaited,
                 keys.leader,
                 keys.peaks,
-                *(keys.book(uuid) for uuid in view.devices),
+                *self.books_of(view.devices, view.executor),
             ]
             args: list[Arg] = [
                 view.task_id,
@@ -178,8 +191,8 @@ class AttemptSide(Base):
         """
         keys = self.keys
         while True:
-            fields = self.client.hmget(keys.task(task_id), "lane", "attempt", "devices", "context_mib")
-            lane, attempt, devices, context = ((value or b"").decode() for value in fields)
+            fields = self.client.hmget(keys.task(task_id), "lane", "attempt", "devices", "context_mib", "executor")
+            lane, attempt, devices, context, executor = ((value or b"").decode() for value in fields)
             names = [
                 keys.task(task_id),
                 keys.story(task_id),
@@ -194,7 +207,7 @@ class AttemptSide(Base):
                 keys.awaited,
                 keys.leader,
                 keys.lane(lane),
-                *(keys.book(uuid) for uuid in devices.split(",") if uuid),
+                *self.books_of([uuid for uuid in devices.split(",") if uuid], executor),
             ]
             args: list[Arg] = [
                 task_id,

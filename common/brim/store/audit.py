@@ -11,10 +11,10 @@ from typing import Any
 from brim.core.model import LIVE, TERMINAL, State
 
 from .base import Base
-from .codec import NODE_FIELDS, load_device, load_node_view
-from .types import NodeView
+from .codec import NODE_FIELDS, load_device, load_executor, load_node_view
+from .types import ExecutorView, NodeView
 
-RECORD = ("state", "attempt", "devices", "lane", "next", "owed", "head")
+RECORD = ("state", "attempt", "devices", "executor", "lane", "next", "owed", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class _Task:
     state: State
     attempt: str
     devices: tuple[str, ...]
+    executor: str
     lane: str
     holds_next: bool
     owed: bool
@@ -38,6 +39,7 @@ class _Everything:
     books: Mapping[str, Mapping[bytes, bytes]]
     nodes: Mapping[str, NodeView | None]
     availability: Mapping[str, bytes]
+    executors: Mapping[str, ExecutorView | None] = field(default_factory=dict)
     lanes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     counts: Mapping[State, int] = field(default_factory=dict)
     indexes: Mapping[State, frozenset[str]] = field(default_factory=dict)
@@ -52,11 +54,17 @@ class AuditSide(Base):
     def audit(self) -> list[str]:
         """Differences between records, books, lanes, counts and the availability table; empty is right."""
         found = self._read_everything()
-        return [*_task_differences(found), *_index_differences(found), *_device_differences(found)]
+        return [
+            *_task_differences(found),
+            *_index_differences(found),
+            *_device_differences(found),
+            *_executor_differences(found),
+        ]
 
     def audit_devices(self) -> list[str]:
         """The part of it that costs little, however many tasks there are: books against leases and the table."""
         keys = self.keys
+        executors = _texts(self.client.smembers(keys.executors))
         uuids, names = _texts(self.client.hkeys(keys.availability)), _texts(self.client.smembers(keys.nodes))
         pipeline = self.client.pipeline(transaction=False)
         for uuid in uuids:
@@ -71,12 +79,15 @@ class AuditSide(Base):
         for name in names:
             pipeline.hmget(keys.node(name), *NODE_FIELDS)
         pipeline.hgetall(keys.availability)
+        for executor in executors:
+            pipeline.hgetall(keys.executor(executor))
         answers = iter(pipeline.execute())
         found = _Everything(
             tasks={task_id: _task(next(answers)) for task_id in ids},
             books={uuid: next(answers) for uuid in uuids},
             nodes={name: _node(name, next(answers)) for name in names},
             availability={uuid.decode(): entry for uuid, entry in next(answers).items()},
+            executors={executor: load_executor(next(answers)) for executor in executors},
         )
         return list(_device_differences(found))
 
@@ -84,7 +95,8 @@ class AuditSide(Base):
         keys, client = self.keys, self.client
         pipeline = client.pipeline(transaction=True)
         pipeline.zrange(keys.tasks, 0, -1).hkeys(keys.availability).hkeys(keys.lanes).smembers(keys.nodes)
-        ids, uuids, lanes, names = (_texts(found) for found in pipeline.execute())
+        pipeline.smembers(keys.executors)
+        ids, uuids, lanes, names, executors = (_texts(found) for found in pipeline.execute())
         for task_id in ids:
             pipeline.hmget(keys.task(task_id), *RECORD)
         for uuid in uuids:
@@ -94,6 +106,8 @@ class AuditSide(Base):
         for name in names:
             pipeline.hmget(keys.node(name), *NODE_FIELDS)
         pipeline.hgetall(keys.availability)
+        for executor in executors:
+            pipeline.hgetall(keys.executor(executor))
         pipeline.hgetall(keys.counts)
         for index in (keys.scheduled, keys.awaited, keys.finished, keys.expiring):
             pipeline.zrange(index, 0, -1)
@@ -107,6 +121,7 @@ class AuditSide(Base):
             books,
             {name: _node(name, next(answers)) for name in names},
             {uuid.decode(): entry for uuid, entry in next(answers).items()},
+            {executor: load_executor(next(answers)) for executor in executors},
             members,
             {State(state.decode()): int(n) for state, n in next(answers).items()},
             {state: frozenset(_texts(next(answers))) for state in (State.SCHEDULED, State.HANDED_OVER)},
@@ -124,8 +139,10 @@ def _task_differences(found: _Everything) -> Iterator[str]:
             continue
         if task.state in LIVE:
             for uuid in task.devices:
-                if f"a:{task.attempt}".encode() not in found.books.get(uuid, {}):
+                if not task.executor and f"a:{task.attempt}".encode() not in found.books.get(uuid, {}):
                     yield f"task {task_id}: {task.state} as attempt {task.attempt}, not in the book of {uuid}"
+            if task.executor and task.attempt not in _held(found.executors.get(task.executor)):
+                yield f"task {task_id}: {task.state} as attempt {task.attempt}, not held by {task.executor}"
         elif task.holds_next:
             yield f"task {task_id}: {task.state}, but the message of a newer run is held"
         if task.state not in TERMINAL and not task.has_envelope:
@@ -161,7 +178,10 @@ def _index_differences(found: _Everything) -> Iterator[str]:
 
 def _device_differences(found: _Everything) -> Iterator[str]:
     leased = {
-        (uuid, task.attempt) for task in found.tasks.values() if task and task.state in LIVE for uuid in task.devices
+        (uuid, task.attempt)
+        for task in found.tasks.values()
+        if task and task.state in LIVE and not task.executor
+        for uuid in task.devices
     }
     listed = {uuid: view for view in found.nodes.values() if view is not None for uuid in view.devices}
     for name, view in found.nodes.items():
@@ -199,6 +219,12 @@ def _book_differences(
                 reserved[proc] += int(vram)
             else:
                 committed += int(vram)
+        elif name.startswith(b"x:"):
+            vram, proc = value.decode().split("|")
+            if proc:
+                reserved[proc] += int(vram)
+            else:
+                committed += int(vram)
     processes = {name[2:].decode(): value.decode() for name, value in book.items() if name.startswith(b"p:")}
     reclaimable = 0
     for proc in processes.keys() | reserved.keys():
@@ -229,13 +255,14 @@ def _book_differences(
 
 
 def _task(fields: list[bytes | None]) -> _Task | None:
-    state, attempt, devices, lane, next_message, owed, head = fields
+    state, attempt, devices, executor, lane, next_message, owed, head = fields
     if state is None:
         return None
     return _Task(
         State(state.decode()),
         (attempt or b"").decode(),
         tuple(uuid for uuid in (devices or b"").decode().split(",") if uuid),
+        (executor or b"").decode(),
         (lane or b"").decode(),
         next_message is not None,
         owed is not None,
@@ -249,3 +276,31 @@ def _node(name: str, fields: Any) -> NodeView | None:
 
 def _texts(values: Any) -> list[str]:
     return [value.decode() for value in values]
+
+
+def _held(view: ExecutorView | None) -> frozenset[str]:
+    """The attempts in a model executor's book."""
+    return frozenset(item.attempt for item in view.items) if view is not None else frozenset()
+
+
+def _executor_differences(found: _Everything) -> Iterator[str]:
+    """Each model executor's book against the records, and its reservation against its device's book."""
+    reserved = {
+        (name[2:].decode(), uuid): int(value.split(b"|")[0])
+        for uuid, book in found.books.items()
+        for name, value in book.items()
+        if name.startswith(b"x:")
+    }
+    for name, view in found.executors.items():
+        if view is None:
+            yield f"model executor {name}: listed, but it has no book"
+            continue
+        mib = reserved.pop((name, view.device), None)
+        if mib != view.vram_mib:
+            yield f"model executor {name}: holds {view.vram_mib} MiB, {mib} by the book of {view.device}"
+        for item in view.items:
+            task = found.tasks.get(item.task_id)
+            if task is None or task.attempt != item.attempt or task.state not in LIVE:
+                yield f"model executor {name}: holds attempt {item.attempt} of {item.task_id}, which has no such lease"
+    for name, uuid in reserved:
+        yield f"device {uuid}: holds a reservation of model executor {name}, which is not listed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -22,6 +23,10 @@ class Base:
         self.client: Any = client
         self.keys = Keys(prefix)
         self.runner = Runner(client)
+
+    def books_of(self, devices: Sequence[str], executor: str = "") -> list[str]:
+        """Keys of the books that hold an attempt: those of its devices, or of the model executor whose item it is."""
+        return [self.keys.executor(executor)] if executor else [self.keys.book(uuid) for uuid in devices]
 
     def server_ms(self) -> int:
         """The server's clock in ms: the only clock that leases are judged by."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from brim.core.batching import BatchKey, ModelKey, Phase
 from brim.core.model import Demand, Device, Node, Reason, canonical
 
-from .types import NodeView
+from .types import ExecutorView, HeldItem, NodeView
 
 EPOCH_S = 1_735_689_600
 """Start of 2025, from which admission ticks (10 µs) are counted; see scripts/admit.lua."""
@@ -60,6 +61,42 @@ def load_demand(value: bytes | str | dict[str, Any]) -> Demand:
 def load_device(value: bytes) -> Device:
     """An entry of the availability table."""
     return Device(**json.loads(value))
+
+
+def load_key(common: Mapping[str, Any]) -> BatchKey | None:
+    """What a lane's tasks are batched by, from what they have in common; None for other lanes."""
+    found = common.get("batch")
+    return BatchKey(common["task"], ModelKey(found["model"], found["version"]), found["shape"]) if found else None
+
+
+def load_executor(fields: Mapping[bytes, bytes]) -> ExecutorView | None:
+    """A model executor from its hash; None where there is none."""
+    if b"about" not in fields:
+        return None
+    about = json.loads(fields[b"about"])
+    model = ModelKey(about["model"], about["version"])
+    return ExecutorView(
+        **about,
+        phase=Phase(fields[b"state"].decode()),
+        since_s=seconds(fields[b"since_ms"]) or 0.0,
+        used_s=seconds(fields[b"used_ms"]) or 0.0,
+        boot=fields.get(b"boot", b"").decode(),
+        proc=fields.get(b"proc", b"").decode(),
+        ceiling=float(fields[b"ceiling"]) if b"ceiling" in fields else None,
+        reason=load_reason(fields.get(b"reason")),
+        deadline_s=seconds(fields.get(b"deadline_ms")),
+        items=[_held(name[2:].decode(), model, value) for name, value in fields.items() if name.startswith(b"i:")],
+    )
+
+
+def dump_item(item: HeldItem) -> str:
+    """An item as it stands in its executor's book, without the mark of the sealed ones."""
+    return json.dumps([item.task_id, item.key.task, item.key.shape, item.order, item.size, item.lane])
+
+
+def _held(attempt: str, model: ModelKey, value: bytes) -> HeldItem:
+    task_id, task, shape, order, size, lane = json.loads(value[1:])
+    return HeldItem(attempt, task_id, BatchKey(task, model, shape), order, size, lane, value[:1] == b"1")
 
 
 NODE_FIELDS = ("boot", "state", "renewed_ms", "info")

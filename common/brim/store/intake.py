@@ -78,6 +78,7 @@ class IntakeSide(Base):
             dump(a.explanation),
             waits_in,
             dump(REVOKED),
+            *_batched(a),
         ]
         return Call(
             "admit",
@@ -175,6 +176,7 @@ class IntakeSide(Base):
         ]
         explanation = dump(new.explanation)
         args: list[Arg] = [task_id, old, new.lane, dump(new.demand), new.context_mib, explanation, new.priority]
+        args += _batched(new)
         return bool(self.runner.run("relane", names, args))
 
     def publish_profiles(self, table: Mapping[str, str]) -> None:
@@ -188,3 +190,11 @@ class IntakeSide(Base):
     def signatures(self) -> dict[str, str]:
         """Task name -> published signature as JSON text."""
         return {name.decode(): text.decode() for name, text in self.client.hgetall(self.keys.signatures).items()}
+
+
+def _batched(admission: Admission) -> list[Arg]:
+    """What a task is batched by, and its size; empty texts where it is not batched."""
+    found = admission.batched
+    if found is None:
+        return ["", ""]
+    return [dump({"model": found.model, "version": found.version, "shape": found.shape}), repr(float(found.size))]

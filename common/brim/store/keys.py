@@ -35,9 +35,23 @@ class Keys:
         """SET: the task names that a worker registered."""
         return f"{self.prefix}taskset:{digest}"
 
+    def executor(self, name: str) -> str:
+        """HASH: one model executor, and the items that it holds."""
+        return f"{self.prefix}executor:{name}"
+
     def submission(self, task_id: str) -> str:
         """STRING: digest of the request that a task was first submitted with over HTTP."""
         return f"{self.prefix}submission:{task_id}"
+
+    @property
+    def executors(self) -> str:
+        """SET of the model executors' names."""
+        return f"{self.prefix}executors"
+
+    @property
+    def residency(self) -> str:
+        """LIST of JSON: which model executors were wanted, came up, drained and went, and why."""
+        return f"{self.prefix}residency"
 
     @property
     def lanes(self) -> str:

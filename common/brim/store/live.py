@@ -26,10 +26,14 @@ class BookedAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """A device's book. ``held_mib``: process -> what it was measured to use, or its floor while unknown."""
+    """A device's book. ``held_mib``: process -> what it was measured to use, or its floor while unknown.
+
+    ``residents_mib``: model executor -> what is reserved for it.
+    """
 
     attempts: Sequence[BookedAttempt]
     held_mib: Mapping[str, int]
+    residents_mib: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +250,7 @@ class LiveSide(UserSide, Base):
 
 
 def _book(fields: Mapping[bytes, bytes]) -> Book:
-    attempts, held = [], {}
+    attempts, held, residents = [], {}, {}
     for field, value in fields.items():
         kind = field[:2]
         if kind == b"a:":
@@ -255,4 +259,6 @@ def _book(fields: Mapping[bytes, bytes]) -> Book:
         elif kind == b"p:":
             measured, floor = value.split(b"|", 2)[:2]
             held[field[2:].decode()] = max(int(measured), 0) or int(floor)
-    return Book(attempts, held)
+        elif kind == b"x:":
+            residents[field[2:].decode()] = int(value.split(b"|", 1)[0])
+    return Book(attempts, held, residents)

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import redis
 
 from brim.core.model import Reason, State
 
 from .base import Base, FencedError
-from .codec import NODE_FIELDS, admitted_s, dump, load_demand, load_device, load_node_view, load_reason
+from .codec import (
+    NODE_FIELDS,
+    admitted_s,
+    dump,
+    load_demand,
+    load_device,
+    load_executor,
+    load_key,
+    load_node_view,
+    load_reason,
+    seconds,
+)
 from .runner import Call
 from .types import Changes, Commit, CommitAnswer, LaneWindow, NodeView, Owed
+
+MOST_SEEN = 20_000
+"""Batched tasks whose size is remembered; beyond it they are read anew."""
 
 
 class PlacementSide(Base):
     """Every change made here carries the fencing epoch and is refused once another placement is active."""
+
+    def __init__(self, client: redis.Redis, prefix: str = "brim:") -> None:
+        super().__init__(client, prefix)
+        self._seen: dict[tuple[str, float], tuple[float, float]] = {}
+        """Size and admission of batched tasks, by id and order: a new run has another one."""
 
     def elect(self, holder: str, ttl_s: float) -> tuple[int, float]:
         """Takes or keeps the placement lease: (epoch or 0 while another holds it, seconds it still runs)."""
@@ -37,25 +59,32 @@ class PlacementSide(Base):
         answer = self.runner.run("take", [self.keys.leader, self.keys.changed, self.keys.wake], [epoch, limit])
         if not answer:
             raise FencedError
-        kinds: dict[str, list[str]] = {"d": [], "l": [], "n": []}
+        kinds: dict[str, list[str]] = {"d": [], "l": [], "n": [], "x": []}
         for member in answer[1:]:
             kind, name = member.decode().split(":", 1)
             kinds[kind].append(name)
-        return self._read(int(answer[0]) / 1000, kinds["d"], kinds["l"], kinds["n"], window)
+        return self._read(int(answer[0]) / 1000, kinds["d"], kinds["l"], kinds["n"], kinds["x"], window)
 
     def snapshot(self, window: int) -> Changes:
         """Everything that placement mirrors."""
         devices = [name.decode() for name in self.client.hkeys(self.keys.availability)]
         lanes = [name.decode() for name in self.client.hkeys(self.keys.lanes)]
         nodes = [name.decode() for name in self.client.smembers(self.keys.nodes)]
-        return self._read(self.server_ms() / 1000, devices, lanes, nodes, window)
+        executors = [name.decode() for name in self.client.smembers(self.keys.executors)]
+        return self._read(self.server_ms() / 1000, devices, lanes, nodes, executors, window)
 
     def lane_windows(self, lanes: Sequence[str], window: int) -> list[LaneWindow]:
         """The first ``window`` tasks of some lanes."""
-        return list(self._read(0.0, [], lanes, [], window).lanes)
+        return list(self._read(0.0, [], lanes, [], [], window).lanes)
 
     def _read(
-        self, now_s: float, devices: Sequence[str], lanes: Sequence[str], nodes: Sequence[str], window: int
+        self,
+        now_s: float,
+        devices: Sequence[str],
+        lanes: Sequence[str],
+        nodes: Sequence[str],
+        executors: Sequence[str],
+        window: int,
     ) -> Changes:
         keys, pipeline = self.keys, self.client.pipeline(transaction=False)
         for uuid in devices:
@@ -66,6 +95,8 @@ class PlacementSide(Base):
             pipeline.zcard(keys.lane(lane))
         for node in nodes:
             pipeline.hmget(keys.node(node), *NODE_FIELDS)
+        for name in executors:
+            pipeline.hgetall(keys.executor(name))
         answers = iter(pipeline.execute())
         found_devices = {uuid: next(answers) for uuid in devices}
         windows = []
@@ -75,18 +106,35 @@ class PlacementSide(Base):
                 continue
             common = json.loads(info)
             ids = [(i.decode(), order, admitted_s(order)) for i, order in waiting]
-            windows.append(
-                LaneWindow(lane, common["task"], load_demand(common["demand"]), common["context_mib"], ids, depth)
-            )
+            demand, key = load_demand(common["demand"]), load_key(common)
+            windows.append(LaneWindow(lane, common["task"], demand, common["context_mib"], ids, depth, key))
         found_nodes = {name: next(answers) for name in nodes}
+        found_executors = {name: load_executor(next(answers)) for name in executors}
         return Changes(
             now_s,
             [load_device(entry) for entry in found_devices.values() if entry is not None],
             [uuid for uuid, entry in found_devices.items() if entry is None],
-            windows,
+            self._with_sizes(windows),
             [load_node_view(name, fields) for name, fields in found_nodes.items() if fields[0] is not None],
             [name for name, fields in found_nodes.items() if fields[0] is None],
+            [view for view in found_executors.values() if view is not None],
+            [name for name, view in found_executors.items() if view is None],
         )
+
+    def _with_sizes(self, windows: Sequence[LaneWindow]) -> list[LaneWindow]:
+        """Batched lanes with the size of each task and its admission, in another round trip for those not seen yet."""
+        batched = [window for window in windows if window.key is not None]
+        fresh = [task for w in batched for task in w.waiting if (task[0], task[1]) not in self._seen]
+        if fresh:
+            if len(self._seen) > MOST_SEEN:
+                self._seen.clear()
+                fresh = [task for window in batched for task in window.waiting]
+            pipeline = self.client.pipeline(transaction=False)
+            for task_id, _, _ in fresh:
+                pipeline.hmget(self.keys.task(task_id), "size", "admitted_ms")
+            for (task_id, order, age_s), (size, admitted) in zip(fresh, pipeline.execute(), strict=True):
+                self._seen[task_id, order] = (float(size or 1), seconds(admitted) or age_s)
+        return [window if window.key is None else _sized(window, self._seen) for window in windows]
 
     def tasksets(self, digests: Iterable[str]) -> dict[str, frozenset[str]]:
         """Digest -> the task names that workers with this digest registered."""
@@ -213,6 +261,12 @@ class PlacementSide(Base):
             for i in (raw.decode() for raw in old)
         ]
         return sum(int(answer) for answer in self.runner.run_many(calls))
+
+
+def _sized(window: LaneWindow, seen: Mapping[tuple[str, float], tuple[float, float]]) -> LaneWindow:
+    waiting = [(i, order, seen[i, order][1]) for i, order, _ in window.waiting]
+    sizes = {i: seen[i, order][0] for i, order, _ in window.waiting}
+    return replace(window, waiting=waiting, sizes=sizes)
 
 
 def _commit_answer(parts: Sequence[str]) -> CommitAnswer:

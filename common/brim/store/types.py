@@ -9,7 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from brim.core.model import Demand, Device, Identity, Node, Reason, State
+from brim.core.batching import BatchKey, ExecutorState, Phase
+from brim.core.model import AttemptView, Demand, Device, Identity, Node, Reason, State
+from brim.core.profiles import Batched
 
 
 class AdmitAnswer(StrEnum):
@@ -134,6 +136,8 @@ class Admission:
     refusal: Reason | None = None
     waits_for: Reason | None = None
     explanation: Mapping[str, object] = field(default_factory=dict)
+    batched: Batched | None = None
+    """What it is batched by, if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,108 @@ class LaneWindow:
     context_mib: int
     waiting: Sequence[tuple[str, float, float]]
     depth: int
+    key: BatchKey | None = None
+    """What its tasks are batched by, if they are; then ``sizes`` says how large each of them is."""
+    sizes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldItem:
+    """An item in the book of a model executor; ``order`` and ``size`` are those of `brim.core.batching.Item`."""
+
+    attempt: str
+    task_id: str
+    key: BatchKey
+    order: float
+    size: float
+    lane: str
+    sealed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorView:
+    """A model executor as it stands in Redis. ``profile`` is its model's, as JSON text; times are server seconds.
+
+    ``boot`` and ``proc`` are empty while no process has begun; ``ceiling`` is what it has learned (see
+    `brim.core.batching.Ceiling`). ``deadline_s`` is when what it computes hits its hard time limit.
+    """
+
+    name: str
+    node: str
+    device: str
+    index: int
+    queue: str
+    model: str
+    version: str
+    vram_mib: int
+    profile: str
+    phase: Phase
+    since_s: float
+    used_s: float
+    boot: str = ""
+    proc: str = ""
+    ceiling: float | None = None
+    reason: Reason | None = None
+    deadline_s: float | None = None
+    items: Sequence[HeldItem] = ()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a batch is sealed: claimed, computed or being published."""
+        return any(item.sealed for item in self.items)
+
+    @property
+    def state(self) -> ExecutorState:
+        """Idle, waiting or working (requirement B5)."""
+        if self.is_working:
+            return ExecutorState.WORKING
+        return ExecutorState.WAITING if self.items else ExecutorState.IDLE
+
+    def attempt(self, item: HeldItem) -> AttemptView:
+        """An item as a live attempt: lost and settled like any other."""
+        return AttemptView(
+            item.task_id,
+            item.attempt,
+            (self.device,),
+            0,
+            self.proc if item.sealed else "",
+            State.RUNNING if item.sealed else State.PLACED,
+            self.boot if item.sealed else "",
+            0.0,
+            None,
+            item.lane,
+            0,
+            executor=self.name,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WantedExecutor:
+    """A model executor to be wanted; see `ExecutorView`."""
+
+    name: str
+    node: str
+    device: str
+    index: int
+    queue: str
+    model: str
+    version: str
+    vram_mib: int
+    profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitItem:
+    """An item to commit to a model executor; ``source`` is the sibling that holds it, with its attempt there."""
+
+    item: HeldItem
+    slot: bytes
+    executor: str
+    queue: str
+    """The broker list of the executor's queue."""
+    node: str
+    device: str
+    source: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +309,8 @@ class Changes:
     lanes: Sequence[LaneWindow] = ()
     nodes: Sequence[NodeView] = ()
     gone_nodes: Sequence[str] = ()
+    executors: Sequence[ExecutorView] = ()
+    gone_executors: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

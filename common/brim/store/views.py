@@ -114,7 +114,7 @@ class UserSide(Base):
 def _sums(book: Mapping[bytes, bytes]) -> dict[str, int]:
     reserved = measured = 0
     for field, value in book.items():
-        if field.startswith(b"a:"):
+        if field.startswith((b"a:", b"x:")):
             reserved += int(value.split(b"|", 1)[0])
         elif field.startswith(b"p:"):
             measured += max(0, int(value.split(b"|", 1)[0]))

@@ -13,6 +13,11 @@ CONTEXT_MIB = 160
 STEPS = 4
 
 
+def hold_model(*, weights_mib: int) -> Any:
+    """Load the weights and keep them, as a model executor does; None where there is no simulated device."""
+    return simulated.allocate(weights_mib, context_mib=CONTEXT_MIB) if simulated.visible() else None
+
+
 def run_model(request: Any, *, weights_mib: int, seconds: float) -> None:
     """Load the weights, let the working set grow to its peak, compute, and free it all.
 

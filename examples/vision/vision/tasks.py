@@ -1,4 +1,4 @@
-"""The service's tasks. They are ordinary Celery tasks: nothing in them knows about brim.
+"""The service's tasks. They are ordinary Celery tasks: nothing in them knows about brim, but the one that is batched.
 
 The models are pretended: on simulated devices a task takes GPU memory and time as a model would, elsewhere it
 only takes time. `configs/resources.yaml` has a profile for each task that uses a GPU.
@@ -6,12 +6,14 @@ only takes time. `configs/resources.yaml` has a profile for each task that uses 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from celery import Task
 
+import brim
 from vision.celery import app
-from vision.pretend import run_model
+from vision.pretend import hold_model, run_model
 
 
 @app.task(bind=True, name="vision.segment")
@@ -48,6 +50,17 @@ def embed(self: Task, text: str) -> list[float]:
     """The text as a vector."""
     run_model(self.request, weights_mib=1200, seconds=0.7)
     return [float(len(text)), float(sum(map(ord, text)) % 997)]
+
+
+@app.task(base=brim.BatchTask, name="vision.tag")
+def tag(items: list[brim.Item]) -> list[list[str]]:
+    """Tags of many texts at once, on a model that stays on its GPU: calls look like those of any other task."""
+    time.sleep(0.1 + 0.002 * len(items))
+    return [sorted(set(item.staged)) for item in items]
+
+
+tag.load = lambda: hold_model(weights_mib=700)
+tag.stage = lambda item: item.kwargs["text"].lower().split()
 
 
 @app.task(name="vision.thumbnail")

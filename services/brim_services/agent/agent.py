@@ -41,6 +41,7 @@ from brim_services.supervise import Supervisor
 
 from .app import check_app, load_app
 from .presence import Presence, Refused
+from .residents import Residents, posts
 from .takeover import Boot, take_over
 from .watch import Watch
 from .workers import Workers
@@ -108,6 +109,9 @@ class Agent:
         self.watch.also(bell)
         self.supervisor = Supervisor(settings.agent.log_folder)
         self.workers = Workers(self.supervisor, settings, app_name, node, self.listener.address, self.watch)
+        self.residents = Residents(
+            store, settings, lambda view, why, counts: self._settle(view, why, counts=counts), self.watch.kill
+        )
         self.metrics = AgentMetrics()
         self._registered = False
         self._remembered = Remembered()
@@ -146,7 +150,14 @@ class Agent:
 
         def settle_the_past() -> None:
             lease_s = self.settings.placement.lease_timeout_s
-            take_over(self.store, self.presence.name, self.presence.uuids, lease_s, self._settle_predecessors)
+            take_over(
+                self.store,
+                self.presence.name,
+                self.presence.uuids,
+                lease_s,
+                self._settle_predecessors,
+                self.residents.bury,
+            )
 
         patiently(settle_the_past, self.settings.redis.url, self.bell.event)
         if not self.bell.event.is_set():
@@ -187,6 +198,8 @@ class Agent:
         try:
             for attempt in self.store.books(self.presence.uuids)[0]:
                 self._settle(attempt, CUT_SHORT, counts=False)
+            for executor in self.store.executors_on(self.presence.uuids):
+                self.residents.bury(executor, CUT_SHORT, counts=False)
             left = self.presence.leave()
         except Exception as error:
             if not is_outage(error):
@@ -266,6 +279,7 @@ class Agent:
             owner = self.workers.of_boot(attempt.boot)
             if attempt.proc and owner is not None:
                 self.watch.add(owner.post.name, attempt.proc)
+        executors = self.residents.look(self.presence.uuids, self.workers.seen(), draining=draining)
         sight = Sight(
             self.store.server_ms() / 1000,
             self.workers.seen(),
@@ -275,6 +289,7 @@ class Agent:
             frozenset(self._consuming),
             frozenset(self._over),
             draining,
+            posts(executors),
         )
         self._consuming.clear()
         timeout_s, idle_s = self.settings.placement.start_timeout_s, self.settings.agent.set_idle_s
@@ -282,7 +297,7 @@ class Agent:
         for action in actions:
             self._carry_out(action)
         self._forget_endings(sight)
-        self._in_use = bool(attempts)
+        self._in_use = bool(attempts) or any(executor.items for executor in executors)
         before, self._running = self._running, {attempt.attempt for attempt in attempts if attempt.proc}
         begun = bool(self._running - before)
         if changed or actions or begun or time.monotonic() - self._reported_at >= self._report_every_s:

@@ -19,7 +19,7 @@ from brim.core.model import AttemptView, Reason
 from brim.gpu.process import is_alive, proc_id
 from brim.settings import ConfigurationError, Problem
 from brim.store import Store
-from brim.store.types import NodeView
+from brim.store.types import ExecutorView, NodeView
 from brim_services.supervise import wait_until
 
 WATCH_S = 3.0
@@ -27,6 +27,7 @@ WATCH_S = 3.0
 KILL_S = 10.0
 
 Settle = Callable[[AttemptView, Reason], None]
+Bury = Callable[[ExecutorView, Reason], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,13 @@ class Boot:
         return self.machine == _machine()
 
 
-def take_over(store: Store, node: str, uuids: Collection[str], lease_timeout_s: float, settle: Settle) -> None:
+def take_over(
+    store: Store, node: str, uuids: Collection[str], lease_timeout_s: float, settle: Settle, bury: Bury
+) -> None:
     """Clear the table of what earlier agents of this node, or of its devices, have left there.
 
-    Their attempts go to ``settle``; their processes are ended where they are this machine's. Raises
-    `ConfigurationError` if one of those agents lives.
+    Their attempts go to ``settle``, their model executors to ``bury``; their processes are ended where they are this
+    machine's. Raises `ConfigurationError` if one of those agents lives.
     """
     for view in store.nodes():
         shared = sorted(set(view.devices) & set(uuids))
@@ -72,10 +75,10 @@ def take_over(store: Store, node: str, uuids: Collection[str], lease_timeout_s: 
             what = f"node {node}" if view.node.name == node else f"device {shared[0]} (as node {view.node.name})"
             reason = f"another agent serves {what} and is alive: {_where(view)}"
             raise ConfigurationError(Problem("agent", "node", reason))
-        _clear(store, view, settle)
+        _clear(store, view, settle, bury)
 
 
-def _clear(store: Store, view: NodeView, settle: Settle) -> None:
+def _clear(store: Store, view: NodeView, settle: Settle, bury: Bury) -> None:
     """End what is left of a dead agent's boot and take its node out of the table."""
     name, boot = view.node.name, Boot.parse(view.boot)
     store.set_device_state(name, view.boot, view.devices, "quarantined")  # nothing is placed there from now on
@@ -85,6 +88,8 @@ def _clear(store: Store, view: NodeView, settle: Settle) -> None:
     reason = Reason("agent_died", f"the agent of node {name} ended, and its executors with it")
     for attempt in attempts:
         settle(attempt, reason)
+    for executor in store.executors_on(view.devices):
+        bury(executor, reason)
     store.leave(name, view.boot)
 
 

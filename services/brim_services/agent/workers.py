@@ -181,12 +181,15 @@ class Workers:
         self._supervisor.forget(name)
 
     def _watch_mains(self) -> None:
-        """Have the agent wake up when a worker's main process ends; it serves no device as an executor does."""
+        """Have the agent wake up when a worker's main process ends.
+
+        It serves no device as an executor does, but where tasks run in threads of its own.
+        """
         for worker in self.by_name.values():
             pid = worker.child.pid if worker.child else None
             proc = proc_id(pid) if pid else None
             if proc is not None:
-                self._watch.add(MAIN, proc)
+                self._watch.add(worker.post.name if worker.post.pool == "threads" else MAIN, proc)
 
     def _command(self, worker: PostWorker) -> Command:
         agent, post = self._settings.agent, worker.post

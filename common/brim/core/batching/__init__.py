@@ -36,7 +36,7 @@ from brim.core.batching.executor import (
 from brim.core.batching.items import BatchKey, Item, ModelKey
 from brim.core.batching.residency import Launch, Move, Retire, Rules, Want, settle
 from brim.core.batching.sets import TaskSets
-from brim.core.batching.sizing import Footprint, footprint, key_of, limits_of
+from brim.core.batching.sizing import Footprint, footprint, limits_of
 from brim.core.batching.volume import EMPTY, Ceiling, Limits, Load, cut, load_of
 
 __all__ = [
@@ -89,7 +89,6 @@ __all__ = [
     "assign",
     "cut",
     "footprint",
-    "key_of",
     "limits_of",
     "load_of",
     "settle",

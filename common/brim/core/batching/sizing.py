@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
-from brim.core.batching.items import BatchKey, ModelKey
 from brim.core.batching.volume import EMPTY, Limits, Load, cut
 from brim.core.profiles import BatchProfile, Profile, size_class
 
@@ -24,12 +22,6 @@ class Footprint:
     alone_mib: int
     least_mib: int
     full_mib: int
-
-
-def key_of(task: str, profile: Profile, attributes: Mapping[str, Any]) -> BatchKey:
-    """The batch key of a task with these attributes; raises ``EstimateError`` as formulas do."""
-    batch = _batch(profile)
-    return BatchKey(task, ModelKey(profile.model or "", profile.version), batch.shape(attributes))
 
 
 def limits_of(profile: Profile, vram_mib: int, ceiling: float = inf) -> Limits:

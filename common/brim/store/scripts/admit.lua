@@ -11,6 +11,7 @@
 --       15 refusal reason JSON or ''  16 why it must wait before it can be placed, JSON or ''
 --       17 estimate's explanation, JSON  18 lane that the record waits in, '' if none
 --       19 reason JSON of a task that was revoked before it came
+--       20 what a batched task is batched by, JSON, else ''  21 its size, else ''
 -- Returns  "gone" (another replica took it) | "admitted" | "scheduled" | "refused" | "revoked" (cancelled at
 --          once) | "held" (a run of this id still lives; kept as its next) | "redelivery"
 --          | "orphan" (an attempt's message without record)
@@ -53,13 +54,14 @@ local time = redis.call('TIME')
 local tick = (time[1] - 1735689600) * 100000 + math.floor(time[2] / 10)
 tick = math.max(tick, tonumber(redis.call('GET', KEYS[12]) or '0') + 1)
 redis.call('SET', KEYS[12], integer(tick))
-local order = overflow_order(ARGV[7], tick)
+local order = overflow_order(ARGV[7], tick, ARGV[20])
 
-redis.call('HDEL', record, 'attempt', 'devices', 'node', 'boot', 'proc', 'reason', 'placed_ms', 'claimed_ms',
-  'started_ms', 'finished_ms', 'finisher', 'finisher_ms', 'ended_ms')
+redis.call('HDEL', record, 'attempt', 'devices', 'executor', 'node', 'boot', 'proc', 'reason', 'placed_ms',
+  'claimed_ms', 'started_ms', 'finished_ms', 'finisher', 'finisher_ms', 'ended_ms', 'batch', 'size')
 redis.call('HSET', record, 'task', ARGV[3], 'nesting', ARGV[4], 'retries', ARGV[5], 'lane', ARGV[6],
   'priority', ARGV[7], 'order', order, 'eta_ms', ARGV[8], 'expires_ms', ARGV[9], 'head', ARGV[10],
   'tail', ARGV[11], 'demand', ARGV[12], 'context_mib', ARGV[13], 'admitted_ms', integer(now), 'losses', '0')
+if ARGV[20] ~= '' then redis.call('HSET', record, 'batch', ARGV[20], 'size', ARGV[21]) end
 redis.call('HINCRBY', record, 'run', 1)
 redis.call('ZADD', KEYS[5], 'NX', integer(tick), id)
 

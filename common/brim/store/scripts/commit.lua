@@ -83,7 +83,7 @@ end
 redis.call('ZREM', KEYS[5], id)
 redis.call('HSET', record, 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8], 'queue', KEYS[9],
   'placed_ms', integer(now))
-redis.call('HDEL', record, 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher',
+redis.call('HDEL', record, 'executor', 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher',
   'finisher_ms', 'peak_mib', 'sampled_mib')
 redis.call('HINCRBY', record, 'attempts', 1)
 move(record, KEYS[4], 'waiting', 'placed')

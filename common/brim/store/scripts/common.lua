@@ -9,17 +9,24 @@
 --   a:<attempt>   "<vram MiB>|<thousandths of a host CPU>|<host RAM MiB>|<proc or nothing>|<task id>"
 --                 an attempt that holds an executor here; the host's part stands with its first device
 --   whole         the attempt that has the device to itself, if one has: it holds all that can be given away
+--   x:<executor>  "<vram MiB>|<proc or nothing>": a model executor's reservation, for as long as it lives
 --   p:<proc>      "<measured MiB or -1>|<floor MiB>|<context MiB>|<last end ms>|<doomed 0/1>"
--- A process counts as max(what is reserved for attempts bound to it, measured; unknown: its floor).
+-- A process counts as max(what is reserved for what is bound to it, measured; unknown: its floor).
+-- Executor  HASH  one model executor, the book of its items; its fields are listed in docs/redis-keys.md:
+--   id            its own name: whoever has a book and finds this knows that it is an executor's
+--   i:<attempt>   an item that it holds: "1" once sealed, "0" before, and JSON; items hold no memory of their own
 
 local LIVE = { placed = true, claimed = true, running = true, finishing = true }
 -- States in which brim itself has answered the producer: nothing runs under this id any more.
 local ANSWERED = { cancelled = true, expired = true, dead = true }
 local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, dead = true }
 local STORY_LENGTH = 200
+local RESIDENCY_LENGTH = 2000
 -- The latest peaks that are kept while nobody learns from them.
 local LATEST_PEAKS = 10000
 local PRIORITY_STEP = 2 ^ 47
+-- Batched tasks age: a step of priority is worth ten seconds of waiting (brim.core.batching.PRIORITY_STEP_S).
+local AGEING_STEP = 10 * 100000
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -43,6 +50,13 @@ local function because(reason)
   return ',"reason":' .. reason
 end
 
+-- One line about a model executor's life, for people and for the check of what was reserved when; `more` as above.
+local function reside(residency, executor, event, more)
+  redis.call('RPUSH', residency, '{"t":' .. integer(now_ms()) .. ',"executor":' .. cjson.encode(executor) .. ',"event":"'
+    .. event .. '"' .. (more or '') .. '}')
+  redis.call('LTRIM', residency, -RESIDENCY_LENGTH, -1)
+end
+
 -- Moves a task from one state to another and keeps the counts.
 local function move(record, counts, from, to)
   redis.call('HSET', record, 'state', to)
@@ -61,17 +75,19 @@ local function changed(changes, wake, member)
   rouse(wake)
 end
 
--- A task's place in overflow: by priority (0 first), then by the tick of its admission.
-local function overflow_order(priority, tick)
+-- A task's place in overflow: by priority (0 first), then by the tick of its admission; a batched one's by the tick,
+-- with priority as a head start.
+local function overflow_order(priority, tick, batch)
+  if batch ~= '' then return integer(tick + tonumber(priority) * AGEING_STEP) end
   return integer(tonumber(priority) * PRIORITY_STEP + tick)
 end
 
 -- Puts a waiting task into its lane. `lanes` keeps what every task of the lane has in common.
 local function enqueue(record, lane_key, lanes, changes, wake, id)
-  local fields = redis.call('HMGET', record, 'lane', 'order', 'task', 'demand', 'context_mib')
+  local fields = redis.call('HMGET', record, 'lane', 'order', 'task', 'demand', 'context_mib', 'batch')
   redis.call('ZADD', lane_key, fields[2], id)
   redis.call('HSET', lanes, fields[1], '{"task":' .. cjson.encode(fields[3]) .. ',"demand":' .. fields[4]
-    .. ',"context_mib":' .. fields[5] .. '}')
+    .. ',"context_mib":' .. fields[5] .. (fields[6] and ',"batch":' .. fields[6] or '') .. '}')
   changed(changes, wake, 'l:' .. fields[1])
 end
 
@@ -101,12 +117,16 @@ local function add_up(book)
   for _, process in pairs(book.processes) do process.reserved = 0 end
   for _, attempt in pairs(book.attempts) do
     busy, milli_cpus, ram = busy + 1, milli_cpus + attempt.milli_cpus, ram + attempt.ram
-    if attempt.proc == '' then
-      committed = committed + attempt.vram
-    else
-      local process = book.processes[attempt.proc] or fresh_process()
-      process.reserved = process.reserved + attempt.vram
-      book.processes[attempt.proc] = process
+  end
+  for _, holders in ipairs({ book.attempts, book.residents }) do
+    for _, holder in pairs(holders) do
+      if holder.proc == '' then
+        committed = committed + holder.vram
+      else
+        local process = book.processes[holder.proc] or fresh_process()
+        process.reserved = process.reserved + holder.vram
+        book.processes[holder.proc] = process
+      end
     end
   end
   for _, process in pairs(book.processes) do
@@ -118,10 +138,13 @@ local function add_up(book)
   book.milli_cpus, book.ram = milli_cpus, ram
 end
 
--- Reads a device's book: attempts and processes with what is reserved for them, and the sums.
+-- Reads a device's book: attempts, model executors and processes with what is reserved for them, and the sums. A model
+-- executor's own book is only named: nothing in it is memory.
 local function read_book(key)
+  local book = { key = key, attempts = {}, residents = {}, processes = {}, external = 0, sampled_ms = 0 }
+  book.executor = redis.call('HGET', key, 'id') or nil
+  if book.executor then return book end
   local flat = redis.call('HGETALL', key)
-  local book = { key = key, attempts = {}, processes = {}, external = 0, sampled_ms = 0 }
   for i = 1, #flat, 2 do
     local field, value = flat[i], flat[i + 1]
     local kind = string.sub(field, 1, 2)
@@ -129,6 +152,9 @@ local function read_book(key)
       local vram, milli_cpus, ram, proc, id = string.match(value, '^(%d+)|(%d+)|(%d+)|([^|]*)|(.*)$')
       book.attempts[string.sub(field, 3)] = { vram = tonumber(vram), milli_cpus = tonumber(milli_cpus),
                                               ram = tonumber(ram), proc = proc, id = id }
+    elseif kind == 'x:' then
+      local vram, proc = string.match(value, '^(%d+)|(.*)$')
+      book.residents[string.sub(field, 3)] = { vram = tonumber(vram), proc = proc }
     elseif kind == 'p:' then
       book.processes[string.sub(field, 3)] = parse_process(value)
     elseif field == 'info' then
@@ -143,11 +169,16 @@ local function read_book(key)
   return book
 end
 
--- Writes one attempt, or one process, of a book.
+-- Writes one attempt, model executor or process of a book.
 local function write_attempt(book, attempt)
   local held = book.attempts[attempt]
   redis.call('HSET', book.key, 'a:' .. attempt, integer(held.vram) .. '|' .. integer(held.milli_cpus) .. '|'
     .. integer(held.ram) .. '|' .. held.proc .. '|' .. held.id)
+end
+
+local function write_resident(book, executor)
+  local held = book.residents[executor]
+  redis.call('HSET', book.key, 'x:' .. executor, integer(held.vram) .. '|' .. held.proc)
 end
 
 local function write_process(book, proc)
@@ -160,8 +191,10 @@ local function is_of(key, node)
   return info and cjson.decode(info).node == node
 end
 
--- Rewrites the device's entry in the availability table from its book, and tells placement if it changed.
+-- Rewrites the device's entry in the availability table from its book, and tells placement if it changed; of a model
+-- executor's book, tells it that it changed.
 local function show(book, availability, changes, wake)
+  if book.executor then return changed(changes, wake, 'x:' .. book.executor) end
   if not book.info then return end
   add_up(book)
   local info = book.info
@@ -177,8 +210,9 @@ local function show(book, availability, changes, wake)
 end
 
 -- Takes an attempt out of a device's book. Its process then counts as its `leftover`; where that is not known, as
--- what it counted for before, until it is measured after now, or gone.
+-- what it counted for before, until it is measured after now, or gone. An item just leaves its model executor's book.
 local function release(book, attempt, leftover, context, now)
+  if book.executor then return redis.call('HDEL', book.key, 'i:' .. attempt) end
   local held = book.attempts[attempt]
   if not held then return end
   book.attempts[attempt] = nil

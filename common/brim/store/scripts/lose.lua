@@ -30,7 +30,7 @@ for _, book in ipairs(books) do
   release(book, attempt, nil, tonumber(ARGV[7]), now)
   show(book, KEYS[6], KEYS[4], KEYS[5])
 end
-redis.call('HDEL', record, 'attempt', 'devices', 'node', 'queue', 'boot', 'proc')
+redis.call('HDEL', record, 'attempt', 'devices', 'executor', 'node', 'queue', 'boot', 'proc')
 redis.call('HSET', record, 'reason', ARGV[4])
 tell(KEYS[2], now, 'lost', ',"attempt":"' .. attempt .. '"' .. because(ARGV[4]) .. noted)
 if next_message and not cancel then

@@ -1,11 +1,13 @@
 -- A dead process no longer counts in its device's book.
 -- KEYS  1 book  2 availability  3 changed  4 wake
 -- ARGV  1 proc
--- Returns  1 | 0 an attempt is still bound to it: lose that first
+-- Returns  1 | 0 an attempt or a model executor is still bound to it: end that first
 
 local book = read_book(KEYS[1])
-for _, attempt in pairs(book.attempts) do
-  if attempt.proc == ARGV[1] then return 0 end
+for _, holders in ipairs({ book.attempts, book.residents }) do
+  for _, holder in pairs(holders) do
+    if holder.proc == ARGV[1] then return 0 end
+  end
 end
 redis.call('HDEL', KEYS[1], 'p:' .. ARGV[1])
 book.processes[ARGV[1]] = nil

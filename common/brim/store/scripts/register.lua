@@ -4,7 +4,7 @@
 --       those of the devices that are gone
 -- ARGV  1 node  2 boot  3 JSON {labels, cpus, ram_mib, devices: [info...]}  4 task names, JSON list
 --       5 signatures, JSON {name: text}  6 state that the devices begin in  7.. devices that are gone
--- Returns  "registered" | "attempts" (attempts of an earlier boot are still in the books: end them first)
+-- Returns  "registered" | "attempts" (attempts or model executors of an earlier boot are still in the books: end them first)
 --          | "moved" (other devices are gone: ask again)
 
 local node, expected = cjson.decode(ARGV[3]), {}
@@ -15,7 +15,8 @@ for _, info in ipairs(earlier and cjson.decode(earlier).devices or {}) do
   if not expected[info.uuid] then return 'moved' end
 end
 for i = 8, #KEYS do
-  if next(read_book(KEYS[i]).attempts) then return 'attempts' end
+  local book = read_book(KEYS[i])
+  if next(book.attempts) or next(book.residents) then return 'attempts' end
 end
 for i, info in ipairs(node.devices) do
   local key = KEYS[i + 7]

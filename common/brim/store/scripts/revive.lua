@@ -5,7 +5,8 @@
 
 local known = redis.call('HMGET', KEYS[1], 'state', 'tail', 'answered_ms')
 if known[1] ~= 'dead' or not known[2] or known[2] == '' or not known[3] then return 0 end
-redis.call('HDEL', KEYS[1], 'attempt', 'devices', 'node', 'boot', 'proc', 'ended_ms', 'answered_ms', 'cancel', 'expires_ms')
+redis.call('HDEL', KEYS[1], 'attempt', 'devices', 'executor', 'node', 'boot', 'proc', 'ended_ms', 'answered_ms', 'cancel',
+  'expires_ms', 'batch', 'size')
 redis.call('HSET', KEYS[1], 'lane', ARGV[2], 'demand', '{"vram_mib":0}', 'context_mib', '0', 'losses', '0',
   'reason', ARGV[3])
 redis.call('HINCRBY', KEYS[1], 'run', 1)

@@ -1,4 +1,5 @@
--- Takes what has changed since the last call: "d:<uuid>" for devices, "l:<lane>" for lanes, "n:<node>" for nodes.
+-- Takes what has changed since the last call: "d:<uuid>" for devices, "l:<lane>" for lanes, "n:<node>" for nodes,
+-- "x:<executor>" for model executors.
 -- KEYS  1 leader  2 changed  3 wake
 -- ARGV  1 epoch  2 largest number of members
 -- Returns  {server ms, member...} | {} when fenced
