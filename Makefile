@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-pipeline bench-page constraints clean
+.PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-placement bench-pipeline bench-page constraints clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -63,6 +63,9 @@ bench-sampling: $(READY) ## what following memory costs: CPU share at 8 GPUs wit
 
 bench-pipeline: $(READY) ## what brim costs: the same tasks through plain Celery and through brim, in turn
 	$(BIN)/python tests/benchmarks/bench_pipeline.py $(ARGS)
+
+bench-placement: $(READY) ## decisions and commits per second, and 100,000 waiting tasks; needs the openb trace (ARGS="--trace DIR")
+	$(BIN)/python tests/benchmarks/bench_placement.py $(ARGS)
 
 bench-page: $(READY) ## the page with 1,600 simulated GPUs: frames, long tasks, memory over 30 s
 	$(BIN)/python tests/benchmarks/bench_page.py $(ARGS)

@@ -166,7 +166,7 @@ class TestReasons:
 class TestPromise:
     def test_what_frees_there_is_kept_for_the_head_while_others_pass_elsewhere(self):
         # given: both devices are too full for the big head; a is nearer to taking it
-        full = [device("a", committed_mib=12 * GIB, busy=3), device("b", committed_mib=16 * GIB, busy=2)]
+        full = [device("a", committed_mib=12 * GIB, busy=3), device("b", committed_mib=16 * GIB, busy=3)]
         queue = [lane("big", BIG, 1), lane("small", SMALL, 2, 3)]
         # when
         plan = planner().plan(cluster_of(full), queue, 5.0)
@@ -234,6 +234,32 @@ class TestPromise:
         # then the promised one starts, and the rest is kept for the big one
         assert [placement.task_id for placement in later.placements] == ["small-5"]
         assert list(later.promises) == ["big-1"]
+
+    def test_goes_where_the_fewest_attempts_must_end(self):
+        full = [device("a", committed_mib=12 * GIB, busy=3), device("b", committed_mib=16 * GIB, busy=1)]
+        plan = planner().plan(cluster_of(full), [lane("big", BIG, 1)], 5.0)
+        assert plan.promises["big-1"].node == "b"
+
+    def test_goes_where_the_oldest_attempt_is_the_youngest(self):
+        full = [device("a", committed_mib=12 * GIB, busy=1), device("b", committed_mib=16 * GIB, busy=3)]
+        cluster = cluster_of(full)
+        cluster.began({"GPU-a-0": 10.0, "GPU-b-0": 90.0})
+        assert planner().plan(cluster, [lane("big", BIG, 1)], 100.0).promises["big-1"].node == "b"
+        cluster.began({"GPU-b-0": None})
+        assert planner().plan(cluster, [lane("big", BIG, 1)], 100.0).promises["big-1"].node == "a"
+
+    def test_goes_to_those_who_have_asked_for_the_most_for_the_longest(self):
+        cluster = cluster_of([device("a", committed_mib=23 * GIB, busy=1)])
+        queue = [lane("small", SMALL, 1, admitted_s=0.0), lane("big", BIG, 2, admitted_s=50.0)]
+        assert list(planner().plan(cluster, queue, 60.0).promises) == ["small-1"]
+        assert list(planner().plan(cluster, queue, 100.0).promises) == ["big-2"]
+
+    def test_is_not_kept_from_others_by_heads_that_could_never_fit(self):
+        cluster = cluster_of([device("a", committed_mib=23 * GIB, busy=1)])
+        queue = [lane("huge", Demand(99 * GIB), 1), lane("big", BIG, 2)]
+        patient = planner()
+        assert patient.plan(cluster, queue, 1.0).promises == {}
+        assert list(patient.plan(cluster, queue, 2.0).promises) == ["big-2"]
 
     def test_is_not_given_for_what_could_never_fit(self):
         plan = planner().plan(cluster_of([device()]), [lane("huge", Demand(99 * GIB), 1)], 0.0)

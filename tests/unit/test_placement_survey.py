@@ -38,7 +38,7 @@ def test_a_survey_kept_up_to_date_equals_a_fresh_one(stages, demand):
         cluster.update(device)
     fresh = Survey(cluster)
     assert kept.why(demand, "segment") == fresh.why(demand, "segment")
-    assert kept.nearest(demand, "segment", ()) == fresh.nearest(demand, "segment", ())
+    assert kept.nearest(demand, "segment", (), 100.0) == fresh.nearest(demand, "segment", (), 100.0)
     assert kept.recyclable(demand, "segment", None) == fresh.recyclable(demand, "segment", None)
 
 
@@ -46,7 +46,7 @@ def test_a_survey_kept_up_to_date_equals_a_fresh_one(stages, demand):
 @settings(max_examples=100, deadline=None)
 def test_what_is_promised_will_hold_the_demand_once_it_is_drained(made, servers, demand):
     cluster = cluster_of(made, servers)
-    found = Survey(cluster).nearest(demand, "segment", ())
+    found = Survey(cluster).nearest(demand, "segment", (), 100.0)
     if found is None:
         return
     site, positions = found

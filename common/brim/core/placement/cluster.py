@@ -87,6 +87,8 @@ class Cluster:
 
     def __init__(self, tasksets: Mapping[str, frozenset[str]] | None = None) -> None:
         self.tasksets: dict[str, frozenset[str]] = dict(tasksets or {})
+        self.oldest_s: dict[str, float] = {}
+        """Device → when the oldest attempt that is on it was placed, as far as is known; told by `began`."""
         self._sites: dict[str, Site] = {}
         self._home: dict[str, str] = {}
         self._ordered: tuple[str, ...] | None = None
@@ -139,6 +141,7 @@ class Cluster:
     def remove(self, uuid: str) -> None:
         """Forget a device; unknown ones are no error."""
         name = self._home.pop(uuid, None)
+        self.oldest_s.pop(uuid, None)
         if name is None:
             return
         site = self._sites[name]
@@ -165,6 +168,16 @@ class Cluster:
     def runs(self, device: Device, task: str) -> bool:
         """Whether the device's worker has registered the task (only then it is eligible)."""
         return task in self.tasksets.get(device.tasks, frozenset())
+
+    def began(self, oldest_s: Mapping[str, float | None]) -> None:
+        """Take over when the oldest attempts on devices were placed; None: there is none, or it is not known."""
+        for uuid, at_s in oldest_s.items():
+            if at_s is None:
+                self.oldest_s.pop(uuid, None)
+            else:
+                self.oldest_s[uuid] = at_s
+            for changed in self._watchers if uuid in self._home else ():
+                changed.add(self._home[uuid])
 
     def reserve(self, uuids: Iterable[str], demand: Demand) -> None:
         """Hold the demand on these devices of one node; `undo` takes it back."""

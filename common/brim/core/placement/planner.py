@@ -205,6 +205,8 @@ class _Pass:
         self.asleep: list[tuple[float, str, int]] = []
         """Likewise, of those that need not be tried because nothing has changed for them; a heap."""
         self.most_promises = settings.promises_for(len(memory.cluster.order()))
+        self.entitled: set[str] | None = None
+        """Lanes whose heads may get a promise; worked out when it is asked for."""
 
     def run(self, promises: Mapping[str, Promise], *, reasons: bool) -> Plan:
         self._keep(promises)
@@ -360,14 +362,13 @@ class _Pass:
         return self.most_promises - len(self.plan.promises)
 
     def _promise(self, lane: Lane, head: Waiting) -> None:
-        if self.now_s - head.admitted_s < self.settings.promise_after_s or head.task_id in self.plan.promises:
+        """Promise the head devices, if it is one of those whose turn it is and there are any."""
+        if head.task_id in self.plan.promises or lane.key not in self._entitled():
             return
         survey, known = self.memory.survey, self.memory.known(lane)
-        survey.refresh()
-        state = survey.version, self.memory.veilings
-        found = None if known.hopeless == state else survey.nearest(lane.demand, lane.task, self.memory.veils)
+        found = survey.nearest(lane.demand, lane.task, self.memory.veils, self.now_s)
         if found is None:
-            known.hopeless = state
+            known.hopeless = survey.version, self.memory.veilings
             return
         site, positions = found
         devices = tuple(site.devices[position].uuid for position in positions)
@@ -376,6 +377,24 @@ class _Pass:
         self._veil(site.name, promise)
         for board in self.memory.boards:
             board.refresh()
+
+    def _entitled(self) -> set[str]:
+        """As many lanes as there are promises: the heads that have asked for the most memory for the longest.
+
+        Memory × wait: a large task needs a promise, for room for it never comes by itself, while small ones are mostly
+        served by what becomes free anyway; and none is left out for ever, for its wait grows.
+        """
+        if self.entitled is None:
+            self.memory.survey.refresh()
+            state, claims = (self.memory.survey.version, self.memory.veilings), []
+            for key, lane in self.lanes.items():
+                wait_s = self.now_s - lane.waiting[0].admitted_s if lane.waiting else -1.0
+                known = self.memory.lanes.get(key)
+                if wait_s >= self.settings.promise_after_s and (known is None or known.hopeless != state):
+                    asked = max(1, lane.demand.gpus * lane.demand.vram_mib)
+                    claims.append((asked * wait_s, -lane.waiting[0].score, key))
+            self.entitled = {key for _, _, key in heapq.nlargest(self.most_promises, claims)}
+        return self.entitled
 
     # -- telling why -------------------------------------------------------------------------------------------
 

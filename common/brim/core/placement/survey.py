@@ -18,6 +18,10 @@ NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "
 
 _RANK = {code: rank for rank, code in enumerate(NEARNESS)}
 _AMOUNT = 1 << 40
+_END = 1 << 24
+_OLDEST_S = 1 << 22
+"""Ages above this (49 days) are all alike."""
+
 _NEVER = np.iinfo(np.int64).max
 
 REMEMBERED = 1000
@@ -104,29 +108,36 @@ class Survey:
         digests = {digest for digest, names in self.cluster.tasksets.items() if task in names}
         return any([number and kind.tasks in digests and kind.suits(demand) for kind, number in self._idle.items()])
 
-    def nearest(self, demand: Demand, task: str, taken: Collection[str]) -> tuple[Site, tuple[int, ...]] | None:
-        """The devices (positions) of one node that lack least for the demand and will hold it once drained.
+    def nearest(
+        self, demand: Demand, task: str, taken: Collection[str], now_s: float
+    ) -> tuple[Site, tuple[int, ...]] | None:
+        """The devices (positions) of one node that will hold the demand soonest once they are drained.
 
-        Nodes in ``taken`` are left out. Lacking is the memory that must come free; a missing executor counts as an
-        even share of the device's memory, and leftover of idle executors does not count, for they can be replaced.
+        Nodes in ``taken`` are left out. Run times differ too much within a class to be trusted, but what has run for
+        long will mostly run for long: so devices whose oldest attempt is the youngest come first (an age that is not
+        known counts as the highest), of equal ones those where the fewest attempts must end, as if a device's attempts
+        were all alike, then those that lack the least memory. Leftover of idle executors does not count, for they can
+        be replaced.
         """
         self.refresh()
-        if not self._names:
+        wanted = max(1, demand.gpus)
+        if not self._names or wanted > self._there.shape[1]:
             return None
         need = self._capacity if demand.whole else demand.vram_mib
         able = self._eligible(task) & self._up & self._allowed(demand) & (self._drained >= need)
         if demand.whole:
             able &= self._capacity >= demand.vram_mib
-        lack = np.maximum(need - self._available - self._reclaimable, 0)
-        lack = np.where(self._full, np.maximum(lack, self._share), lack)
-        lack = np.where(able, lack, _AMOUNT)
-        wanted = max(1, demand.gpus)
+        missing = np.maximum(need - self._available - self._reclaimable, 0)
+        waits = (missing > 0) | self._full
+        age_s = np.where(waits, np.clip(now_s - self._oldest_s, 0, _OLDEST_S), 0).astype(np.int64)
+        ends = np.maximum(-(-self._busy * missing // np.maximum(self._committed - self._reclaimable, 1)), waits)
+        lack = np.where(able, age_s * _AMOUNT + np.minimum(ends * _END + missing, _AMOUNT - 1), _NEVER)
         order = lack.argmin(axis=1)[:, None] if wanted == 1 else np.argsort(lack, axis=1, kind="stable")[:, :wanted]
-        if order.shape[1] < demand.gpus:
-            return None
-        total = np.take_along_axis(lack, order, axis=1).sum(axis=1)
-        for place in np.argsort(total, kind="stable").tolist():
-            if total[place] >= _AMOUNT:
+        lack = np.take_along_axis(lack, order, axis=1)
+        slowest = lack.max(axis=1)
+        total = (lack % _AMOUNT).sum(axis=1)
+        for place in np.lexsort((total, slowest // _AMOUNT)).tolist():
+            if slowest[place] == _NEVER:
                 return None
             site = self.cluster[self._names[place]]
             if site.name not in taken and _holds_when_drained(site, demand):
@@ -167,7 +178,8 @@ class Survey:
         self._there, self._up, self._full = (np.zeros(shape, dtype=bool) for _ in range(3))
         self._taskset, self._model = (np.zeros(shape, dtype=np.int64) for _ in range(2))
         self._available, self._committed, self._reclaimable = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        self._capacity, self._drained, self._share = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        self._capacity, self._drained, self._busy = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        self._oldest_s = np.zeros(shape)
         self._cpu, self._ram, self._cpus, self._rams = (np.zeros(len(self._names), dtype=np.int64) for _ in range(4))
         self._numbers: dict[str, int] = {}
         self._runs: dict[str, tuple[tuple[int, int], Bools]] = {}
@@ -201,7 +213,8 @@ class Survey:
             self._reclaimable[at] = device.reclaimable_mib
             self._capacity[at] = capacity_mib(device)
             self._drained[at] = capacity_mib(device) - device.external_mib
-            self._share[at] = capacity_mib(device) // max(1, device.executors)
+            self._busy[at] = device.busy
+            self._oldest_s[at] = self.cluster.oldest_s.get(device.uuid, -np.inf)
         self.version += constants != self._constants[place] or self._lasting(place) != before
         self._idle.subtract(self._idle_at[place])
         labels = site.shape.labels

@@ -111,6 +111,8 @@ class _Run:
         """(end, task, node, positions, MiB held on each, demand) by end."""
         self.waits: list[tuple[int, float, float]] = []
         """(GPUs, arrival, wait)."""
+        self.begun_s: dict[str, dict[str, float]] = {}
+        """Device → the tasks that run there and when they started, the oldest first."""
         self.held_mib = 0
         self.held_since: list[tuple[float, int]] = [(0.0, 0)]
 
@@ -151,6 +153,9 @@ class _Run:
             end_s, task_id, node, positions, claims_mib, demand = heapq.heappop(self.running)
             self.cluster.release(node, positions, claims_mib, demand)
             self.planner.mix.ran(bare(demand), self.jobs[task_id].run_s)
+            for uuid in self._uuids(node, positions):
+                del self.begun_s[uuid][task_id]
+                self.cluster.began({uuid: next(iter(self.begun_s[uuid].values()), None)})
             self._hold(end_s, -self.jobs.pop(task_id).size_mib)
             for owner, promise in self.promises.items():
                 if promise.node == node:
@@ -171,11 +176,18 @@ class _Run:
             positions = site.positions(placement.devices)
             claims = tuple([claim_mib(site.devices[position], placement.demand) for position in positions])
             self.cluster.hold(placement.node, positions, placement.demand)
+            for uuid in placement.devices:
+                self.begun_s.setdefault(uuid, {})[placement.task_id] = now_s
+                self.cluster.began({uuid: next(iter(self.begun_s[uuid].values()))})
             entry = now_s + job.run_s, placement.task_id, placement.node, positions, claims, placement.demand
             heapq.heappush(self.running, entry)
             self.waits.append((job.demand.gpus, admitted_s, now_s - admitted_s))
             self._hold(now_s, job.size_mib)
         self.cluster.settle()
+
+    def _uuids(self, node: str, positions: Iterable[int]) -> list[str]:
+        devices = self.cluster[node].devices
+        return [devices[position].uuid for position in positions]
 
     def _hold(self, now_s: float, mib: int) -> None:
         self.held_mib += mib

@@ -1,0 +1,437 @@
+"""How fast placement decides and commits, and what 100,000 waiting tasks cost.
+
+Prints a table and, as its last line, one JSON object. Decisions are those of ``packed`` on the published openb trace
+(docs/performance.md), measured in CPU time of one core; commits and memory on a Valkey server of
+the benchmark's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import redis
+from celery import Celery
+from rich.console import Console
+from rich.table import Table
+
+from brim.core.attributes import TaskSignature
+from brim.core.model import Demand, Identity, Node
+from brim.core.placement import Lane, Planner, PlannerSettings, Waiting, make_policy
+from brim.core.placement.board import Board, Spot
+from brim.core.placement.fit import milli
+from brim.core.placement.rooms import Reading, Rooms
+from brim.core.placement.trial import NOWHERE, Trial
+from brim.core.simulation import Job, Server, capacity_of, cluster_of
+from brim.core.simulation.replay import arrivals, known_mix, place
+from brim.core.simulation.town import TASK
+from brim.settings import Settings
+from brim.store import Store
+from brim.store.types import Admission, Commit, DeviceRegistration, NodeRegistration, Peeked, Record
+from brim_services import embedded
+from brim_services.supervise import Command, Supervisor, wait_until
+from brim_services.traces import read_jobs, read_servers
+
+SEED = 42
+POLICY = "packed"
+WAITING = 100_000
+THROUGH_INTAKE = 20_000
+"""Of them, those that the intake service admits; the rest come by its script from here, which is faster."""
+EVENTS = 1000
+COMMITS, BATCH, ROUNDS = 2000, 64, 5
+WARM = 0.1
+"""Part of the decisions that are made before those that count."""
+
+
+# -- decisions ------------------------------------------------------------------------------------------------------
+
+
+def board_for(servers: Sequence[Server], jobs: Sequence[Job], rng: random.Random) -> Board:
+    """A board over an empty cluster, its servers in random order, that knows the jobs' classes and mix."""
+    order = list(servers)
+    rng.shuffle(order)
+    board = Board(cluster_of(order), make_policy(POLICY), known_mix(jobs))
+    board.learn((job.demand, TASK) for job in jobs)
+    return board
+
+
+def decisions_per_s(servers: Sequence[Server], jobs: Sequence[Job], load: float) -> tuple[float, float]:
+    """Decisions per second of CPU time while a cluster is filled, and the 99th percentile of one in µs."""
+    rng = random.Random(SEED)
+    board = board_for(servers, jobs, rng)
+    queue = arrivals(jobs, capacity_of(servers), load, rng)
+    for job in queue[: int(WARM * len(queue))]:
+        place(board, job)
+    counted = queue[int(WARM * len(queue)) :]
+    with undisturbed():
+        began = time.process_time()
+        for job in counted:
+            place(board, job)
+        seconds = time.process_time() - began
+    times = []
+    for job in rng.choices(jobs, k=2000):
+        began = time.process_time()
+        place(board, job)
+        times.append(time.process_time() - began)
+    return len(counted) / seconds, 1e6 * sorted(times)[int(0.99 * len(times))]
+
+
+class Afresh:
+    """The same rule without a memory: every decision scores the class on every node, vectorised over the nodes.
+
+    What is free stands in arrays that a placement updates in one row, so that only scoring is compared.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board, self.names = board, board.cluster.order()
+        self.places = {name: place for place, name in enumerate(self.names)}
+        sites = list(board.cluster)
+        width = max(len(site.devices) for site in sites)
+        self.readings = [self._reading(name) for name in self.names]
+        self.rooms = self._rooms(self.names, self.readings)
+        assert self.rooms.room.shape[1] == width
+        self.cpu = np.array([reading.cpu for reading in self.readings])
+        self.ram = np.array([site.node.ram_mib - site.node.ram_used_mib for site in sites])
+
+    def update(self, name: str) -> None:
+        """Take over one node's state."""
+        place, reading, node = self.places[name], self._reading(name), self.board.cluster[name].node
+        self.readings[place], self.cpu[place] = reading, reading.cpu
+        self.ram[place] = node.ram_mib - node.ram_used_mib
+        row, rooms = self._rooms([name], [reading]), self.rooms
+        width = row.room.shape[1]
+        rooms.room[place], rooms.free[place], rooms.count[place] = -1, 0, 0
+        rooms.room[place, :width], rooms.free[place, :width] = row.room[0], row.free[0]
+        rooms.count[place, :width] = row.count[0]
+        rooms.site_free[place], rooms.cpu[place] = row.site_free[0], row.cpu[0]
+
+    def best(self, row: int, demand: Demand) -> Spot | None:
+        """The best place for the class."""
+        runs = demand.gpus > 1
+        trial = Trial(self.board._tabulate([row]), self.rooms, self.board.outlook, runs=runs)
+        scores, first = trial.best(self.board.policy.rate(trial))
+        scores = np.where((milli(demand.cpus) <= self.cpu) & (demand.ram_mib <= self.ram), scores, NOWHERE)
+        place = int(scores.argmax())
+        if scores[place] <= NOWHERE // 2:
+            return None
+        order, chosen = self.readings[place].order, int(first[place])
+        at = [] if not demand.gpus else trial._places[place, chosen].tolist() if runs else [chosen]
+        return Spot(self.names[place], tuple(sorted(order[each] for each in at)), int(scores[place]))
+
+    def _reading(self, name: str) -> Reading:
+        return Reading.of(self.board.cluster[name], 0, 1, memory=True)
+
+    def _rooms(self, names: Sequence[str], readings: Sequence[Reading]) -> Rooms:
+        sites = [self.board.cluster[name] for name in names]
+        forms = [self.board._forms[site.shape] for site in sites]
+        return Rooms(sites, readings, forms, self.board.outlook.step_mib, apart=True)
+
+
+def speedup(servers: Sequence[Server], jobs: Sequence[Job], every: int = 25) -> tuple[float, float]:
+    """Decisions per second of the rule without a memory, and how many times as fast the board is in the same run.
+
+    Every ``every``-th decision is made both ways; they must agree.
+    """
+    rng = random.Random(SEED)
+    board = board_for(servers, jobs, rng)
+    queue = arrivals(jobs, capacity_of(servers), 1.3, rng)
+    afresh, slow, fast, both = Afresh(board), 0.0, 0.0, 0
+    with undisturbed():
+        for number, job in enumerate(queue):
+            expected: Spot | None = None
+            if number % every == 0:
+                began = time.process_time()
+                expected = afresh.best(board.row(job.demand, TASK), job.demand)
+                slow += time.process_time() - began
+                both += 1
+            began = time.process_time()
+            spot = place(board, job)
+            fast += time.process_time() - began
+            if number % every == 0 and spot != expected:
+                sys.exit(f"decision {number}: the board says {spot}, scoring afresh {expected}")
+            if spot is not None:
+                began = time.process_time()
+                afresh.update(spot.node)
+                slow += (time.process_time() - began) / every
+    return both / slow, (slow / both) / (fast / len(queue))
+
+
+def overflow_event_us(servers: Sequence[Server], jobs: Sequence[Job]) -> tuple[float, int]:
+    """Mean CPU time in µs of a plan after one departure while 100,000 tasks wait, and their lanes."""
+    rng = random.Random(SEED)
+    cluster = cluster_of(servers)
+    planner = Planner(make_policy(POLICY), PlannerSettings(ahead=0), known_mix(jobs))
+    lanes: dict[Demand, Lane] = {}
+    waiting: dict[str, deque[Waiting]] = {}
+    for number, job in enumerate(rng.choices(jobs, k=WAITING)):
+        if job.demand not in lanes:
+            key = str(len(lanes))
+            waiting[key] = deque()
+            lanes[job.demand] = Lane(key, TASK, job.demand, waiting[key])
+        waiting[lanes[job.demand].key].append(Waiting(f"task-{number}", number, 0.0))
+    held: list[tuple[str, tuple[int, ...], Demand]] = []
+    promises: Mapping[str, Any] = {}
+    spent, began = 0.0, 0.0
+    with undisturbed():
+        for event in range(-3, EVENTS):
+            if event >= 0:
+                node, positions, demand = held.pop(rng.randrange(len(held)))
+                cluster.release(node, positions, [demand.vram_mib] * len(positions), demand)
+            began = time.process_time()
+            plan = planner.plan(cluster, lanes.values(), float(event), promises)
+            spent += time.process_time() - began if event >= 0 else 0.0
+            promises = plan.promises
+            for placement in plan.placements:
+                waiting[placement.lane].popleft()
+                positions = cluster[placement.node].positions(placement.devices)
+                cluster.hold(placement.node, positions, placement.demand)
+                held.append((placement.node, positions, placement.demand))
+            cluster.settle()
+    return 1e6 * spent / EVENTS, len(lanes)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Without the garbage collector's walks over what the benchmark itself has built."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+# -- commits --------------------------------------------------------------------------------------------------------
+
+BARE = """
+redis.call('HSET', KEYS[2], 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8])
+redis.call('RPUSH', KEYS[3], ARGV[2] .. ARGV[3] .. ARGV[4])
+redis.call('HINCRBY', KEYS[4], 'placed', 1)
+redis.call('ZREM', KEYS[5], ARGV[2])
+redis.call('SADD', KEYS[6], ARGV[9])
+redis.call('LLEN', KEYS[7])
+redis.call('HSET', KEYS[8], ARGV[9], ARGV[6])
+redis.call('LPUSH', KEYS[9], ARGV[13] .. ARGV[5] .. ARGV[14])
+redis.call('HSET', KEYS[10], ARGV[4], ARGV[6])
+return {redis.call('HGET', KEYS[1], 'epoch')}
+"""
+"""As many keys as a commit touches, one plain command each, and the same message; nothing is checked or summed up."""
+
+
+class Commits:
+    """Tasks that wait in a store, and devices enough for all of them."""
+
+    def __init__(self, client: redis.Redis, envelope: tuple[bytes, bytes]) -> None:
+        self.client, self.envelope = client, envelope
+        self.prefix = f"bench:{uuid.uuid4().hex[:8]}:"
+        self.store = Store(client, self.prefix)
+        self.epoch, _ = self.store.elect("bench", 3600)
+        devices = [DeviceRegistration(f"GPU-{at}", at, "SIM", 80_000, 512) for at in range(COMMITS // 4)]
+        assert self.store.register_node(NodeRegistration(Node("n"), "boot", 8, ["bench.work"], {}, devices))
+        source = f"{self.prefix}intake"
+        for first in range(0, COMMITS, 500):
+            self.store.admit([self._admission(source, number) for number in range(first, first + 500)])
+        self.batch = [self._commit(number) for number in range(COMMITS)]
+
+    def _admission(self, source: str, number: int) -> Admission:
+        raw = str(number).encode()
+        self.client.lpush(source, raw)
+        identity = Identity(f"task-{number}", 0, 0)
+        return Admission(Peeked(source, raw), identity, "bench.work", "lane", Demand(1000), 300, 5, *self.envelope)
+
+    def _commit(self, number: int) -> Commit:
+        device = number % (COMMITS // 4)
+        attempt = f"{self.epoch}-{uuid.uuid4().hex[:8]}-{number}"
+        slot = json.dumps({"attempt": attempt, "devices": [f"GPU-{device}"], "node": "n", "vram_mib": 1000}).encode()
+        queue = f"{self.prefix}gpu.n.{device}"
+        return Commit(f"task-{number}", "lane", attempt, [f"GPU-{device}"], "n", queue, 1000, slot)
+
+    def through_the_store(self) -> float:
+        """Commits per second of wall time."""
+        began = time.perf_counter()
+        for first in range(0, COMMITS, BATCH):
+            answers = self.store.commit(self.epoch, self.batch[first : first + BATCH], 1)
+            assert all(answer.status == "committed" for answer in answers), answers[0]
+        return COMMITS / (time.perf_counter() - began)
+
+    def bare(self) -> float:
+        """The same batches through the bare script."""
+        keys, digest = self.store.keys, self.client.script_load(BARE)
+        shared = [keys.counts, keys.lane("lane"), keys.changed, keys.wake, keys.availability]
+        began = time.perf_counter()
+        for first in range(0, COMMITS, BATCH):
+            pipeline = self.client.pipeline(transaction=False)
+            for c in self.batch[first : first + BATCH]:
+                names = [keys.leader, keys.task(c.task_id), keys.story(c.task_id), *shared, c.queue]
+                names += [keys.book(device) for device in c.devices]
+                args: list[Any] = [self.epoch, c.task_id, c.lane, c.attempt, c.slot, c.vram_mib, 1, c.node]
+                args += [",".join(c.devices), 1, 0, 0, *self.envelope]
+                pipeline.evalsha(digest, len(names), *names, *args)
+            pipeline.execute()
+        return COMMITS / (time.perf_counter() - began)
+
+
+def commit_ratio(client: redis.Redis, url: str) -> tuple[float, float, float]:
+    """Commits/s through the store and through the bare script, medians, and the median of the pairs' ratios."""
+    envelope = envelope_of(url, 1000)
+    halves = envelope[: len(envelope) // 2], envelope[len(envelope) // 2 :]
+    through, bare = [], []
+    for number in range(ROUNDS + 1):
+        first, second = Commits(client, halves), Commits(client, halves)
+        pair = first.through_the_store(), second.bare()
+        if number:  # the first one loads scripts and warms up
+            through.append(pair[0])
+            bare.append(pair[1])
+        client.flushdb()
+    return median(through), median(bare), median(t / b for t, b in zip(through, bare, strict=True))
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def envelope_of(url: str, vram_mib: int) -> bytes:
+    """The message that Celery publishes for one task."""
+    app = Celery("bench", broker=url, set_as_current=False)
+    options = {"url": "s3://images/2026/0123456789.png", "width": 4096}
+    app.send_task("bench.work", kwargs=options, queue="bench.one", headers={"brim": {"vram_mib": vram_mib}})
+    with redis.Redis.from_url(url) as client:
+        raw = client.rpop("bench.one")
+    assert isinstance(raw, bytes)
+    return raw
+
+
+def rss_mib(supervisor: Supervisor, url: str, folder: Path) -> dict[str, float]:
+    """Resident memory of intake and placement with 100,000 tasks waiting, by service."""
+    table = folder / "resources.yaml"
+    table.write_text("profiles:\n  bench.work: {vram: 100, context_mib: 0, margin: 1.0}\n")
+    settings = Settings.model_validate(
+        {"redis": {"url": url}, "results": {"backend": url}, "resources": {"table": table}}
+    )
+    client = redis.Redis.from_url(url)
+    store = Store.of(settings)
+    signature = TaskSignature.from_callable(lambda url, width: None).model_dump_json()
+    busy = [DeviceRegistration("GPU-0", 0, "SIM", 81_920, 512)]
+    node = NodeRegistration(Node("n"), "boot", 1, ["bench.work"], {"bench.work": signature}, busy, "draining")
+    assert store.register_node(node)
+    paths = [str(Path(__file__).parents[2] / name) for name in ("common", "services")]
+    environment = {**settings.environment(), "PYTHONPATH": os.pathsep.join(paths)}
+    services = ("intake", "placement")
+    for name in services:
+        argv = [sys.executable, "-m", "brim_services.cli", name]
+        supervisor.start(Command(name, argv, environment=environment))
+    sizes = [500 * size for size in range(1, 101)]
+    templates = [(raw := envelope_of(url, size), json.loads(raw)["headers"]["id"].encode()) for size in sizes]
+    for first in range(0, THROUGH_INTAKE, 1000):
+        pipeline = client.pipeline(transaction=False)
+        for number in range(first, first + 1000):
+            raw, task_id = templates[number % len(templates)]
+            pipeline.lpush("brim.intake", raw.replace(task_id, str(uuid.uuid4()).encode()))
+        pipeline.execute()
+    wait_until(lambda: _waiting(store) == THROUGH_INTAKE, 120, f"{THROUGH_INTAKE} tasks wait")
+    lanes = [name.decode() for name in client.hkeys(store.keys.lanes)]
+    known = [store.record(store.lane_ids(lane, 1)[0]) for lane in lanes]
+    for first in range(THROUGH_INTAKE, WAITING, 500):
+        _waiting(store)
+        store.admit([_alike(client, record, str(uuid.uuid4()), templates[0][0]) for record in _turns(known, first)])
+    wait_until(lambda: _waiting(store) == WAITING, 60, f"{WAITING} tasks wait")
+    time.sleep(3)  # a housekeeping round of placement with all of them
+    found = {}
+    for name in services:
+        argv = [process for process in psutil.Process().children(recursive=True) if name in process.cmdline()]
+        found[name] = sum(process.memory_info().rss for process in argv) / 2**20
+    client.close()
+    return found
+
+
+def _turns(records: Sequence[Record | None], first: int) -> Iterator[Record]:
+    """500 of them, in turn."""
+    for number in range(first, first + 500):
+        record = records[number % len(records)]
+        assert record is not None
+        yield record
+
+
+def _alike(client: redis.Redis, record: Record, task_id: str, envelope: bytes) -> Admission:
+    """Another task like this one, on its way through the admission script."""
+    raw, source = task_id.encode(), "bench.elsewhere"
+    client.lpush(source, raw)
+    half = len(envelope) // 2
+    return Admission(
+        Peeked(source, raw),
+        Identity(task_id, 0, 0),
+        record.task,
+        record.lane,
+        record.demand,
+        record.context_mib,
+        record.priority,
+        envelope[:half],
+        envelope[half:],
+    )
+
+
+def _waiting(store: Store) -> int:
+    store.renew("n", "boot")
+    return store.counts().get("waiting", 0)
+
+
+# -- all of it ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = Path(__file__).parents[3] / "shared" / "traces" / "fgd"
+    parser.add_argument("--trace", type=Path, default=default, help="folder of the openb trace's CSV files")
+    parser.add_argument("--only", choices=["decisions", "overflow", "commits", "memory"], action="append")
+    chosen = parser.parse_args()
+    wanted = chosen.only or ["decisions", "overflow", "commits", "memory"]
+    found: dict[str, Any] = {}
+    if {"decisions", "overflow"} & set(wanted):
+        if not chosen.trace.is_dir():
+            sys.exit(f"{chosen.trace} is missing: give the folder of the openb trace with --trace")
+        servers = read_servers(chosen.trace / "openb_node_list_gpu_node.csv", openb=True)
+        jobs = read_jobs(chosen.trace / "openb_pod_list_default.csv", openb=True)
+    if "decisions" in wanted:
+        found["decisions_per_s_6212"], found["decision_p99_us_6212"] = decisions_per_s(servers, jobs, 1.3)
+        found["full_decisions_per_s"], found["speedup_vs_full"] = speedup(servers, jobs)
+        many = servers * (100_000 // sum(len(server.devices) for server in servers))
+        found["decisions_per_s_100k"], found["decision_p99_us_100k"] = decisions_per_s(many, jobs, 0.6)
+    if "overflow" in wanted:
+        found["overflow_event_us_100k"], found["overflow_lanes"] = overflow_event_us(servers, jobs)
+    if {"commits", "memory"} & set(wanted):
+        with tempfile.TemporaryDirectory() as folder, Supervisor(Path(folder) / "logs") as supervisor:
+            server = embedded.start(supervisor, Path(folder) / "valkey")
+            client = redis.Redis.from_url(server.url)
+            if "commits" in wanted:
+                found["commits_per_s"], found["bare_commits_per_s"], found["commit_ratio"] = commit_ratio(
+                    client, server.url
+                )
+            if "memory" in wanted:
+                rss = rss_mib(supervisor, server.url, Path(folder))
+                found |= {f"rss_mib_{name}": mib for name, mib in rss.items()}
+                found["rss_mib_100k_waiting"] = sum(rss.values())
+            client.close()
+    table = Table("figure", "value")
+    for name, value in found.items():
+        table.add_row(name, f"{value:,.2f}")
+    Console().print(table)
+    print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
