@@ -74,6 +74,8 @@ class Mirror:
             self.nodes[view.node.name] = view
         for device in changes.devices:
             self.cluster.update(device)
+            if not device.busy:
+                self.cluster.began({device.uuid: None})
         for uuid_ in changes.gone_devices:
             self.cluster.remove(uuid_)
         for name in {view.node.name for view in changes.nodes} | {device.node for device in changes.devices}:
@@ -101,9 +103,11 @@ class Mirror:
         """The lanes of batched tasks."""
         return [window for window in self.lanes.values() if window.key is not None]
 
-    def placed(self, placement: Placement) -> None:
+    def placed(self, placement: Placement, now_s: float) -> None:
         """Debits a committed placement, until the table's own word arrives."""
         self.cluster.reserve(placement.devices, placement.demand)
+        oldest_s = self.cluster.oldest_s
+        self.cluster.began({uuid_: oldest_s.get(uuid_, now_s) for uuid_ in placement.devices})
         self.cluster.settle()
         self.drop(placement.lane, placement.task_id)
 
@@ -351,7 +355,7 @@ class PlacementService:
                 if placement.behind and len(placement.devices) == 1:
                     waiting = next(Waiting(*task) for task in window.waiting if task[0] == placement.task_id)
                     self._behind[commit.attempt] = placement, Lane(window.lane, window.task, window.demand, [waiting])
-                self.mirror.placed(placement)
+                self.mirror.placed(placement, now_s)
                 queue = commit.queue.removeprefix(self.settings.broker.global_keyprefix)
                 self.told(placement.task_id, window.task, queue, now_s)
             elif answer.status == "stale":
@@ -457,6 +461,25 @@ class PlacementService:
         before, self._differences = self._differences, set(self.store.audit_devices())
         for difference in sorted(self._differences & before):
             log.error("the books are wrong: %s (brim audit tells more)", difference)
+
+        self._follow_attempts()
+
+    def _follow_attempts(self) -> None:
+        """Finds out since when the oldest attempts have been on their devices, and which beside promises have ended."""
+        cluster = self.mirror.cluster
+        busy = [device.uuid for site in cluster for device in site.devices if device.busy]
+        live = self.store.books(busy)[0] if busy else []
+        oldest_s: dict[str, float | None] = dict.fromkeys(busy)
+        for view in live:
+            for uuid_ in view.devices:
+                known_s = oldest_s.get(uuid_)
+                oldest_s[uuid_] = view.placed_s if known_s is None else min(known_s, view.placed_s)
+        cluster.began({uuid_: at_s for uuid_, at_s in oldest_s.items() if at_s != cluster.oldest_s.get(uuid_)})
+        tasks = {view.task_id for view in live}
+        for owner, promise in self.promises.items():
+            for other in promise.beside:
+                if other.task_id not in tasks:
+                    self.promises[owner] = self.promises[owner].relieved(other.task_id)
 
     def _expire(self) -> None:
         for task_id in self.store.expired_ids(1000):
