@@ -75,7 +75,7 @@ class Mirror:
         for device in changes.devices:
             self.cluster.update(device)
             if not device.busy:
-                self.cluster.began({device.uuid: None})
+                self.cluster.began(device.uuid, ())
         for uuid_ in changes.gone_devices:
             self.cluster.remove(uuid_)
         for name in {view.node.name for view in changes.nodes} | {device.node for device in changes.devices}:
@@ -106,8 +106,8 @@ class Mirror:
     def placed(self, placement: Placement, now_s: float) -> None:
         """Debits a committed placement, until the table's own word arrives."""
         self.cluster.reserve(placement.devices, placement.demand)
-        oldest_s = self.cluster.oldest_s
-        self.cluster.began({uuid_: oldest_s.get(uuid_, now_s) for uuid_ in placement.devices})
+        for uuid_ in placement.devices:
+            self.cluster.began(uuid_, (*self.cluster.placed_s.get(uuid_, ()), now_s))
         self.cluster.settle()
         self.drop(placement.lane, placement.task_id)
 
@@ -465,16 +465,16 @@ class PlacementService:
         self._follow_attempts()
 
     def _follow_attempts(self) -> None:
-        """Finds out since when the oldest attempts have been on their devices, and which beside promises have ended."""
+        """Finds out how old the attempts on devices are, which promises go by, and which beside promises have ended."""
         cluster = self.mirror.cluster
         busy = [device.uuid for site in cluster for device in site.devices if device.busy]
         live = self.store.books(busy)[0] if busy else []
-        oldest_s: dict[str, float | None] = dict.fromkeys(busy)
+        placed_s: dict[str, list[float]] = {uuid_: [] for uuid_ in busy}
         for view in live:
             for uuid_ in view.devices:
-                known_s = oldest_s.get(uuid_)
-                oldest_s[uuid_] = view.placed_s if known_s is None else min(known_s, view.placed_s)
-        cluster.began({uuid_: at_s for uuid_, at_s in oldest_s.items() if at_s != cluster.oldest_s.get(uuid_)})
+                placed_s.setdefault(uuid_, []).append(view.placed_s)
+        for uuid_, times in placed_s.items():
+            cluster.began(uuid_, sorted(times))
         tasks = {view.task_id for view in live}
         for owner, promise in self.promises.items():
             for other in promise.beside:

@@ -240,13 +240,13 @@ class TestPromise:
         plan = planner().plan(cluster_of(full), [lane("big", BIG, 1)], 5.0)
         assert plan.promises["big-1"].node == "b"
 
-    def test_goes_where_the_oldest_attempt_is_the_youngest(self):
-        full = [device("a", committed_mib=12 * GIB, busy=1), device("b", committed_mib=16 * GIB, busy=3)]
-        cluster = cluster_of(full)
-        cluster.began({"GPU-a-0": 10.0, "GPU-b-0": 90.0})
-        assert planner().plan(cluster, [lane("big", BIG, 1)], 100.0).promises["big-1"].node == "b"
-        cluster.began({"GPU-b-0": None})
-        assert planner().plan(cluster, [lane("big", BIG, 1)], 100.0).promises["big-1"].node == "a"
+    def test_goes_where_attempts_are_young(self):
+        cluster = cluster_of([device(node, committed_mib=16 * GIB, busy=2) for node in "ab"])
+        cluster.began("GPU-a-0", [10.0, 2000.0])
+        cluster.began("GPU-b-0", [1500.0, 1600.0])
+        assert planner().plan(cluster, [lane("big", BIG, 1)], 5000.0).promises["big-1"].node == "b"
+        cluster.began("GPU-b-0", [0.0, 1600.0])
+        assert planner().plan(cluster, [lane("big", BIG, 1)], 5000.0).promises["big-1"].node == "a"
 
     def test_goes_to_those_who_have_asked_for_the_most_for_the_longest(self):
         cluster = cluster_of([device("a", committed_mib=23 * GIB, busy=1)])

@@ -87,8 +87,8 @@ class Cluster:
 
     def __init__(self, tasksets: Mapping[str, frozenset[str]] | None = None) -> None:
         self.tasksets: dict[str, frozenset[str]] = dict(tasksets or {})
-        self.oldest_s: dict[str, float] = {}
-        """Device → when the oldest attempt that is on it was placed, as far as is known; told by `began`."""
+        self.placed_s: dict[str, tuple[float, ...]] = {}
+        """Device → when the attempts on it were placed, as far as is known; told by `began`."""
         self._sites: dict[str, Site] = {}
         self._home: dict[str, str] = {}
         self._ordered: tuple[str, ...] | None = None
@@ -141,7 +141,7 @@ class Cluster:
     def remove(self, uuid: str) -> None:
         """Forget a device; unknown ones are no error."""
         name = self._home.pop(uuid, None)
-        self.oldest_s.pop(uuid, None)
+        self.placed_s.pop(uuid, None)
         if name is None:
             return
         site = self._sites[name]
@@ -169,15 +169,14 @@ class Cluster:
         """Whether the device's worker has registered the task (only then it is eligible)."""
         return task in self.tasksets.get(device.tasks, frozenset())
 
-    def began(self, oldest_s: Mapping[str, float | None]) -> None:
-        """Take over when the oldest attempts on devices were placed; None: there is none, or it is not known."""
-        for uuid, at_s in oldest_s.items():
-            if at_s is None:
-                self.oldest_s.pop(uuid, None)
-            else:
-                self.oldest_s[uuid] = at_s
-            for changed in self._watchers if uuid in self._home else ():
-                changed.add(self._home[uuid])
+    def began(self, uuid: str, placed_s: Iterable[float]) -> None:
+        """Take over when the attempts that are on a device were placed."""
+        placed_s = tuple(placed_s)
+        if placed_s == self.placed_s.get(uuid, ()) or uuid not in self._home:
+            return
+        self.placed_s[uuid] = placed_s
+        for changed in self._watchers:
+            changed.add(self._home[uuid])
 
     def reserve(self, uuids: Iterable[str], demand: Demand) -> None:
         """Hold the demand on these devices of one node; `undo` takes it back."""

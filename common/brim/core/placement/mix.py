@@ -50,15 +50,19 @@ class Mix:
         entry.run_s += self._unit * seconds
         entry.runs += self._unit
 
+    @property
+    def mean_run_s(self) -> float:
+        """Mean run time of all tasks; 0 as long as none is known."""
+        runs = sum(entry.runs for entry in self._seen.values())
+        return sum(entry.run_s for entry in self._seen.values()) / runs if runs else 0.0
+
     def shares(self) -> list[tuple[Demand, float]]:
         """Each demand with its share of the whole, largest first; the shares sum to 1.
 
         Where run times are known, a demand weighs by GPUs × mean run time × count: what it will occupy. A demand
         without a known run time takes the mean of all. As long as none is known, demands weigh by count.
         """
-        runs = sum(entry.runs for entry in self._seen.values())
-        mean_s = sum(entry.run_s for entry in self._seen.values()) / runs if runs else 0.0
-        weighed = []
+        mean_s, weighed = self.mean_run_s, []
         for demand, entry in self._seen.items():
             weight = entry.count
             if mean_s > 0:

@@ -366,7 +366,8 @@ class _Pass:
         if head.task_id in self.plan.promises or lane.key not in self._entitled():
             return
         survey, known = self.memory.survey, self.memory.known(lane)
-        found = survey.nearest(lane.demand, lane.task, self.memory.veils, self.now_s)
+        mean_s = self.memory.board.mix.mean_run_s
+        found = survey.nearest(lane.demand, lane.task, self.memory.veils, self.now_s, mean_s)
         if found is None:
             known.hopeless = survey.version, self.memory.veilings
             return

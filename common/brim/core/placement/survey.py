@@ -19,8 +19,8 @@ NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "
 _RANK = {code: rank for rank, code in enumerate(NEARNESS)}
 _AMOUNT = 1 << 40
 _END = 1 << 24
-_OLDEST_S = 1 << 22
-"""Ages above this (49 days) are all alike."""
+_LONGEST_MIN = 1 << 22
+"""Sums of ages above this (8 years) are all alike."""
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -109,15 +109,15 @@ class Survey:
         return any([number and kind.tasks in digests and kind.suits(demand) for kind, number in self._idle.items()])
 
     def nearest(
-        self, demand: Demand, task: str, taken: Collection[str], now_s: float
+        self, demand: Demand, task: str, taken: Collection[str], now_s: float, mean_run_s: float = 0.0
     ) -> tuple[Site, tuple[int, ...]] | None:
         """The devices (positions) of one node that will hold the demand soonest once they are drained.
 
-        Nodes in ``taken`` are left out. Run times differ too much within a class to be trusted, but what has run for
-        long will mostly run for long: so devices whose oldest attempt is the youngest come first (an age that is not
-        known counts as the highest), of equal ones those where the fewest attempts must end, as if a device's attempts
-        were all alike, then those that lack the least memory. Leftover of idle executors does not count, for they can
-        be replaced.
+        Nodes in ``taken`` are left out. What has run for long will mostly run for long, so of each attempt that must
+        end it is supposed that it runs on for as long as it has run, and for ``mean_run_s``; where an attempt's age is
+        not known, for that alone. As many must end as hold what is missing, as if a device's attempts were all alike.
+        The devices with the least of this in sum are chosen; of equal ones, those where the fewest attempts must end,
+        then those that lack the least memory. Leftover of idle executors does not count, for they can be replaced.
         """
         self.refresh()
         wanted = max(1, demand.gpus)
@@ -128,16 +128,18 @@ class Survey:
         if demand.whole:
             able &= self._capacity >= demand.vram_mib
         missing = np.maximum(need - self._available - self._reclaimable, 0)
+        held = np.maximum(self._committed - self._reclaimable, 1)
         waits = (missing > 0) | self._full
-        age_s = np.where(waits, np.clip(now_s - self._oldest_s, 0, _OLDEST_S), 0).astype(np.int64)
-        ends = np.maximum(-(-self._busy * missing // np.maximum(self._committed - self._reclaimable, 1)), waits)
-        lack = np.where(able, age_s * _AMOUNT + np.minimum(ends * _END + missing, _AMOUNT - 1), _NEVER)
+        ends = np.maximum(-(-self._busy * missing // held), waits)
+        ages_s = np.maximum(self._counted * now_s - self._placed_s, 0.0) + self._busy * mean_run_s
+        part = np.where(waits, np.clip(missing / held, 1 / np.maximum(self._busy, 1), 1.0), 0.0)
+        minutes = np.minimum(ages_s * part / 60, _LONGEST_MIN).astype(np.int64)
+        lack = np.where(able, minutes * _AMOUNT + np.minimum(ends * _END + missing, _AMOUNT - 1), _NEVER)
         order = lack.argmin(axis=1)[:, None] if wanted == 1 else np.argsort(lack, axis=1, kind="stable")[:, :wanted]
         lack = np.take_along_axis(lack, order, axis=1)
-        slowest = lack.max(axis=1)
-        total = (lack % _AMOUNT).sum(axis=1)
-        for place in np.lexsort((total, slowest // _AMOUNT)).tolist():
-            if slowest[place] == _NEVER:
+        unable = lack.max(axis=1) == _NEVER
+        for place in np.lexsort(((lack % _AMOUNT).sum(axis=1), (lack // _AMOUNT).sum(axis=1), unable)).tolist():
+            if unable[place]:
                 return None
             site = self.cluster[self._names[place]]
             if site.name not in taken and _holds_when_drained(site, demand):
@@ -179,7 +181,7 @@ class Survey:
         self._taskset, self._model = (np.zeros(shape, dtype=np.int64) for _ in range(2))
         self._available, self._committed, self._reclaimable = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         self._capacity, self._drained, self._busy = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        self._oldest_s = np.zeros(shape)
+        self._counted, self._placed_s = np.zeros(shape), np.zeros(shape)
         self._cpu, self._ram, self._cpus, self._rams = (np.zeros(len(self._names), dtype=np.int64) for _ in range(4))
         self._numbers: dict[str, int] = {}
         self._runs: dict[str, tuple[tuple[int, int], Bools]] = {}
@@ -214,7 +216,8 @@ class Survey:
             self._capacity[at] = capacity_mib(device)
             self._drained[at] = capacity_mib(device) - device.external_mib
             self._busy[at] = device.busy
-            self._oldest_s[at] = self.cluster.oldest_s.get(device.uuid, -np.inf)
+            placed_s = self.cluster.placed_s.get(device.uuid, ())
+            self._counted[at], self._placed_s[at] = len(placed_s), sum(placed_s)
         self.version += constants != self._constants[place] or self._lasting(place) != before
         self._idle.subtract(self._idle_at[place])
         labels = site.shape.labels

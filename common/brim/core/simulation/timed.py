@@ -112,7 +112,7 @@ class _Run:
         self.waits: list[tuple[int, float, float]] = []
         """(GPUs, arrival, wait)."""
         self.begun_s: dict[str, dict[str, float]] = {}
-        """Device → the tasks that run there and when they started, the oldest first."""
+        """Device → the tasks that run there and when they started."""
         self.held_mib = 0
         self.held_since: list[tuple[float, int]] = [(0.0, 0)]
 
@@ -155,7 +155,7 @@ class _Run:
             self.planner.mix.ran(bare(demand), self.jobs[task_id].run_s)
             for uuid in self._uuids(node, positions):
                 del self.begun_s[uuid][task_id]
-                self.cluster.began({uuid: next(iter(self.begun_s[uuid].values()), None)})
+                self.cluster.began(uuid, self.begun_s[uuid].values())
             self._hold(end_s, -self.jobs.pop(task_id).size_mib)
             for owner, promise in self.promises.items():
                 if promise.node == node:
@@ -178,7 +178,7 @@ class _Run:
             self.cluster.hold(placement.node, positions, placement.demand)
             for uuid in placement.devices:
                 self.begun_s.setdefault(uuid, {})[placement.task_id] = now_s
-                self.cluster.began({uuid: next(iter(self.begun_s[uuid].values()))})
+                self.cluster.began(uuid, self.begun_s[uuid].values())
             entry = now_s + job.run_s, placement.task_id, placement.node, positions, claims, placement.demand
             heapq.heappush(self.running, entry)
             self.waits.append((job.demand.gpus, admitted_s, now_s - admitted_s))
