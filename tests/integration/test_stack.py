@@ -86,11 +86,12 @@ def test_up_serves_until_it_is_ended_and_takes_everything_with_it(tmp_path: Path
         environment = {**os.environ, "BRIM_REDIS__URL": addresses["redis"]}
         environment["PYTHONPATH"] = os.pathsep.join(["examples/vision", *filter(None, sys.path)])
         environment["VISION_BROKER"] = addresses["redis"]
-        producer = [sys.executable, "-m", "vision.producer", "--count", "8", "--seed", "3"]
-        printed = subprocess.run(producer, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        assert len(printed.stdout.splitlines()) == 8
-        status = subprocess.run([*BRIM, "status", "--json"], env=environment, capture_output=True, check=True)
-        assert [device["total_mib"] for device in json.loads(status.stdout)["devices"]] == [24_576]
+        if number == signal.SIGINT:  # what it serves is the same either way
+            producer = [sys.executable, "-m", "vision.producer", "--count", "8", "--seed", "3"]
+            printed = subprocess.run(producer, env=environment, capture_output=True, text=True, timeout=60, check=True)
+            assert len(printed.stdout.splitlines()) == 8
+            status = subprocess.run([*BRIM, "status", "--json"], env=environment, capture_output=True, check=True)
+            assert [device["total_mib"] for device in json.loads(status.stdout)["devices"]] == [24_576]
         assert started_below(folder)
 
         process.send_signal(number)
