@@ -18,7 +18,7 @@ GUARDS: dict[str, list[tuple[str, str, str]]] = {
         ("common", "return redis.call('HGET', leader, 'epoch') ~= epoch", "return false"),
         ("claim", "if known[2] ~= ARGV[1] then return 'stale' end", ""),
         ("claim", "if state ~= 'placed' then return 'stale' end", ""),
-        ("bind", "if known[2] ~= ARGV[1] then return 'stale' end", ""),
+        ("bind", "if known[2] ~= ARGV[1] then return { 'stale', '' } end", ""),
         ("finish", "known[2] ~= ARGV[1] or not (main or known[3] == ARGV[2])", "false"),
         ("finish", "elseif state ~= 'running' and not (main and state == 'claimed') then", "elseif false then"),
         ("end", "if known[2] ~= attempt or not LIVE[state] then return 'stale' end", ""),
