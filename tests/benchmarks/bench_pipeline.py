@@ -1,6 +1,7 @@
 """What brim costs: the same tasks, workers and server, once through plain Celery and once through brim, in turn.
 
-Both workers have the same flags and the same number of pool processes; plain Celery keeps its default prefetching.
+Both workers have the same flags, the same number of pool processes and, unless ``--ahead`` says otherwise, as many
+messages at hand: Celery's default prefetching.
 
 Prints a table and, as its last line, one JSON object; every claim is a ratio of the two in the same run.
 """
@@ -36,6 +37,8 @@ from brim_services.supervise import Command, Supervisor, wait_until
 HERE = Path(__file__).parent
 TABLE = "profiles:\n  bench.work: {vram: 100, context_mib: 0, margin: 1.0}\n"
 EXECUTORS = 2
+PREFETCHED = 4 * EXECUTORS
+"""Messages that a plain worker holds: Celery's default multiplier times its processes."""
 TIMEOUT_S = 120.0
 
 Samples = dict[str, list[float]]
@@ -89,7 +92,7 @@ def latencies_ms(contestant: Contestant, count: int) -> list[float]:
 
 
 @contextmanager
-def stack(folder: Path) -> Iterator[tuple[redis.Redis, Callable[[str], Contestant]]]:
+def stack(folder: Path, ahead: int) -> Iterator[tuple[redis.Redis, Callable[[str], Contestant]]]:
     """One Valkey with both contestants' processes on it."""
     table = folder / "resources.yaml"
     table.write_text(TABLE)
@@ -103,6 +106,7 @@ def stack(folder: Path) -> Iterator[tuple[redis.Redis, Callable[[str], Contestan
                 "broker": {"global_keyprefix": "brim."},
                 "results": {"app_options": {"result_backend_transport_options": {"global_keyprefix": "brim."}}},
                 "resources": {"table": table},
+                "placement": {"ahead": ahead},
                 "agent": {"executors_per_gpu": EXECUTORS, "drain_grace_s": 1.0},
             }
         )
@@ -154,8 +158,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=600, help="tasks a round and kind")
     parser.add_argument("--single", type=int, default=100, help="tasks of the latency measurement")
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        default=PREFETCHED - EXECUTORS,
+        help="placement.ahead (default: what plain Celery prefetches)",
+    )
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, stack(Path(folder)) as (client, make):
+    with tempfile.TemporaryDirectory() as folder, stack(Path(folder), chosen.ahead) as (client, make):
         both = [make("plain"), make("brim")]
         for each in both:
             each.run(50, 0.0, client)

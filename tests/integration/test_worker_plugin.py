@@ -382,7 +382,7 @@ def test_the_worker_shows_its_device_to_flower(plant: Plant) -> None:
     gpu = stats["gpu"]
     assert (gpu["uuid"], gpu["total_mib"], gpu["executors"]) == (plant.stage.identity.devices[0], 8192, 2)
     assert gpu["available_mib"] == 8192 - 192 - gpu["committed_mib"]
-    assert stats["prefetch_count"] == 2
+    assert stats["prefetch_count"] == 3, "two executors, and one behind them"
 
 
 def test_an_outage_of_redis_delays_claims_and_loses_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,10 +264,13 @@ class BrimStep(bootsteps.StartStopStep):
     requires: Any = ("celery.worker.consumer.tasks:Tasks",)
     attempts: Attempts
     devices: tuple[str, ...]
+    ahead = 0
+    """Messages fetched beyond one an executor: what waits behind them is here, and claimed, when one is free."""
 
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timer: Any = None
+        consumer.initial_prefetch_count += self.ahead
         self._prepare(consumer.app.tasks.values())
         for hook in ("on_unknown_task", "on_invalid_task"):
             setattr(consumer, hook, self._answering(consumer, getattr(consumer, hook), message_at=1))

@@ -95,6 +95,7 @@ def _on_configured(identity: WorkerIdentity, conf: Any, **_: Any) -> None:
     conf.update(
         worker_proc_alive_timeout=max(conf.worker_proc_alive_timeout or 0.0, CHILD_START_S),
         worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_enable_prefetch_count_reduction=False,
         broker_transport_options={
             **conf.broker_transport_options,
             "unacked_key": f"unacked.{queue}",
@@ -114,8 +115,13 @@ def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
         _become_executor(identity, name, sender)
         return
     sender.prefetch_multiplier = 1
-    attempts = Attempts(identity, Settings.load(), MAIN_PATIENCE_S)
-    fields = {"attempts": attempts, "devices": identity.devices, "__module__": consumer.__name__}
+    settings = Settings.load()
+    fields = {
+        "attempts": Attempts(identity, settings, MAIN_PATIENCE_S),
+        "devices": identity.devices,
+        "ahead": settings.placement.ahead,
+        "__module__": consumer.__name__,
+    }
     sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
 
 
