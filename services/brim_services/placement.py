@@ -150,6 +150,8 @@ class PlacementService:
         self._unfit_since: dict[str, float] = {}
         self._behind: dict[str, tuple[Placement, Lane]] = {}
         """Attempts that wait behind busy executors, with the lane that they came from, as if alone in it."""
+        self._idled = False
+        """Whether a device with an idle executor is among what has changed since `_call_back`."""
         self._server_ahead_s = 0.0
         self._elected_s = 0.0
         self._hearing_since_s = time.monotonic()
@@ -251,6 +253,7 @@ class PlacementService:
     def _hear(self, changes: Changes) -> None:
         """Takes over changes that have just been read, and the server's clock with them."""
         self._server_ahead_s = changes.now_s - time.monotonic()
+        self._idled |= any(device.busy < device.executors for device in changes.devices)
         self._apply(changes)
 
     def _now_s(self) -> float:
@@ -400,11 +403,12 @@ class PlacementService:
         One of each lane at a time, as its tasks are alike: the next plan places it.
         """
         tried = set()
+        idled, self._idled = self._idled, False
         for attempt, (placement, lane) in list(self._behind.items()):
             devices = [self.mirror.cluster.device(uuid_) for uuid_ in placement.devices]
             if all(device is None or device.busy <= device.executors for device in devices):
                 del self._behind[attempt]  # it can begin where it is
-            elif lane.key not in tried:
+            elif idled and lane.key not in tried:
                 tried.add(lane.key)
                 plan = self.planner.plan(self.mirror.cluster, [lane], now_s, self.promises)
                 if any(not start.behind for start in plan.placements):
