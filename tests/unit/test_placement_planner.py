@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from brim.core.model import Demand, Node
 from brim.core.placement import (
+    NO_PROMISES,
     PRESETS,
     Cluster,
     Mix,
@@ -69,6 +70,27 @@ class TestEveryPlan:
                     if cluster.runs(each, waiting.task) and shortage(each, waiting.demand) is None
                 ]
                 assert len(fitting) < waiting.demand.gpus or node_shortage(site.node, waiting.demand)
+
+    @given(devices(), nodes(), st.lists(lanes(), min_size=2, max_size=4), policies, st.randoms())
+    @settings(max_examples=40, deadline=None)
+    def test_what_a_planner_remembers_changes_nothing(self, made, servers, queues, policy, random):
+        """Incremental equals afresh: one planner follows a changing cluster, another one sees it for the first time."""
+        cluster, kept = cluster_of(made, servers), planner(policy, promises=2)
+        promises = NO_PROMISES
+        for now_s, queue in enumerate(queues):
+            plan = kept.plan(cluster, queue, float(now_s), promises)
+            fresh = planner(policy, promises=2).plan(cluster, queue, float(now_s), promises)
+            assert (plan.placements, plan.promises) == (fresh.placements, fresh.promises)
+            promises = plan.promises
+            for placement in plan.placements:
+                cluster.reserve(placement.devices, placement.demand)
+            cluster.settle()
+            changed = random.choice(made)
+            free = replace(changed, committed_mib=random.choice([0, changed.committed_mib]), busy=random.choice([0, 2]))
+            cluster.update(free)
+            again = kept.plan(cluster, queue, now_s + 0.5, promises)
+            fresh = planner(policy, promises=2).plan(cluster, queue, now_s + 0.5, promises)
+            assert (again.placements, again.promises) == (fresh.placements, fresh.promises)
 
 
 class TestOrder:
@@ -257,9 +279,7 @@ class TestPromise:
     def test_is_not_kept_from_others_by_heads_that_could_never_fit(self):
         cluster = cluster_of([device("a", committed_mib=23 * GIB, busy=1)])
         queue = [lane("huge", Demand(99 * GIB), 1), lane("big", BIG, 2)]
-        patient = planner()
-        assert patient.plan(cluster, queue, 1.0).promises == {}
-        assert list(patient.plan(cluster, queue, 2.0).promises) == ["big-2"]
+        assert list(planner().plan(cluster, queue, 1.0).promises) == ["big-2"]
 
     def test_is_not_given_for_what_could_never_fit(self):
         plan = planner().plan(cluster_of([device()]), [lane("huge", Demand(99 * GIB), 1)], 0.0)

@@ -151,6 +151,8 @@ class _Known:
     tried: dict[Board, tuple[int, int]] = field(default_factory=dict)
     """When it fitted nowhere, by board."""
     reason: Reason | None = None
+    possible: tuple[int, bool] | None = None
+    """Whether any node would hold it when drained, and the survey's version for which that is so."""
     hopeless: tuple[int, int] | None = None
     """Version of the survey and of promised nodes with which there was nothing to promise it."""
 
@@ -366,10 +368,13 @@ class _Pass:
         if head.task_id in self.plan.promises or lane.key not in self._entitled():
             return
         survey, known = self.memory.survey, self.memory.known(lane)
+        state = survey.version, self.memory.veilings
+        if known.hopeless == state:
+            return
         mean_s = self.memory.board.mix.mean_run_s
         found = survey.nearest(lane.demand, lane.task, self.memory.veils, self.now_s, mean_s)
         if found is None:
-            known.hopeless = survey.version, self.memory.veilings
+            known.hopeless = state
             return
         site, positions = found
         devices = tuple(site.devices[position].uuid for position in positions)
@@ -386,16 +391,27 @@ class _Pass:
         served by what becomes free anyway; and none is left out for ever, for its wait grows.
         """
         if self.entitled is None:
-            self.memory.survey.refresh()
-            state, claims = (self.memory.survey.version, self.memory.veilings), []
+            claims = []
             for key, lane in self.lanes.items():
                 wait_s = self.now_s - lane.waiting[0].admitted_s if lane.waiting else -1.0
-                known = self.memory.lanes.get(key)
-                if wait_s >= self.settings.promise_after_s and (known is None or known.hopeless != state):
+                if wait_s >= self.settings.promise_after_s:
                     asked = max(1, lane.demand.gpus * lane.demand.vram_mib)
-                    claims.append((asked * wait_s, -lane.waiting[0].score, key))
-            self.entitled = {key for _, _, key in heapq.nlargest(self.most_promises, claims)}
+                    claims.append((-asked * wait_s, lane.waiting[0].score, key))
+            heapq.heapify(claims)
+            self.entitled = set()
+            while claims and len(self.entitled) < self.most_promises:
+                key = heapq.heappop(claims)[2]
+                if self._possible(self.lanes[key]):
+                    self.entitled.add(key)
         return self.entitled
+
+    def _possible(self, lane: Lane) -> bool:
+        """Whether some node would hold the demand once it is drained."""
+        survey, known = self.memory.survey, self.memory.known(lane)
+        survey.refresh()
+        if known.possible is None or known.possible[0] != survey.version:
+            known.possible = survey.version, survey.nearest(lane.demand, lane.task, (), self.now_s) is not None
+        return known.possible[1]
 
     # -- telling why -------------------------------------------------------------------------------------------
 
