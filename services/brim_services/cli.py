@@ -538,12 +538,11 @@ def simulate(
         raise Refusal("--plot needs matplotlib: pip install 'brim[plot]'")
     try:
         servers = read_servers(nodes, openb=form == "openb", every=every)
-        for wish in add_nodes or ():
-            servers += added_servers(wish, servers)
+        added = [server for wish in add_nodes or () for server in added_servers(wish, servers)]
         jobs = read_jobs(tasks, openb=form == "openb")
     except TraceError as error:
         raise Refusal(str(error)) from error
-    setup = simulation.Setup(tuple(servers), tuple(jobs), None if promises < 0 else promises, arrivals)
+    setup = simulation.Setup(tuple(servers), tuple(added), tuple(jobs), None if promises < 0 else promises, arrivals)
     beside = Console(stderr=True, highlight=False)
     found: dict[str, Any]
     if timed:

@@ -37,12 +37,21 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all runs share; ``promises`` as in `PlannerSettings`, ``arrivals`` of a timed simulation."""
+    """What all runs share; ``promises`` as in `PlannerSettings`, ``arrivals`` of a timed simulation.
+
+    ``added`` servers are there as well, but the load of a timed simulation is what it would be without them.
+    """
 
     servers: tuple[Server, ...]
+    added: tuple[Server, ...]
     jobs: tuple[Job, ...]
     promises: int | None = None
     arrivals: int = 24_000
+
+    @property
+    def town(self) -> tuple[Server, ...]:
+        """All servers."""
+        return self.servers + self.added
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ def fills(
 
 def _replay(setup: Setup, run: Run) -> Report:
     result = replay(
-        setup.servers,
+        setup.town,
         setup.jobs,
         make_policy(run.policy),
         seed=run.seed,
@@ -159,7 +168,7 @@ def waits(
     setup: Setup, policies: Sequence[str], seeds: int, loads: Sequence[float], console: Console
 ) -> dict[str, dict[str, Report]]:
     """By load and policy how long tasks wait, means over the seeds."""
-    jobs = possible(setup.servers, setup.jobs)
+    jobs = possible(setup.town, setup.jobs)
     if len(jobs) < len(setup.jobs):
         console.print(f"left out: {len(setup.jobs) - len(jobs)} of {len(setup.jobs)} tasks that fit no server")
     setup = replace(setup, jobs=tuple(jobs))
@@ -181,7 +190,7 @@ def _simulate(setup: Setup, run: Run) -> Report:
     promised = not run.policy.endswith(UNPROMISED)
     policy = make_policy("best-fit" if exclusive else run.policy.removesuffix(UNPROMISED))
     settings = PlannerSettings(ahead=0, promises=setup.promises if promised else 0)
-    result = run_timed(setup.servers, jobs, policy, settings, exclusive=exclusive)
+    result = run_timed(setup.town, jobs, policy, settings, exclusive=exclusive)
     ordered = sorted(result.waits_s) or [0.0]
     return {
         "utilisation_pct": 100 * result.utilisation,

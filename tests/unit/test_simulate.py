@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from brim_services import cli
+from brim_services import cli, traces
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -82,12 +82,21 @@ def test_timed_reports_waits_by_load_policy_and_gpus(brim):
     assert found["1.2"]["exclusive"]["mean_wait_s"] >= report["mean_wait_s"]
 
 
-def test_added_servers_raise_what_is_allocated(brim):
-    two_gpus = "gpus,vram_mib\n2,16GiB\n"
-    few = last(brim("--seeds", "1", "--load", "4", "--json", nodes=two_gpus)[1])
-    more = last(brim("--seeds", "1", "--load", "4", "--json", "--add-nodes", "1xA100-80x2", nodes=two_gpus)[1])
-    assert max(map(float, more["allocated_pct"].values())) > 0
-    assert few != more
+def test_added_servers_shorten_waits(brim):
+    options = ["--timed", "--arrivals", "60", "--load", "2", "--policy", "packed", "--json"]
+    one = "gpus,model,vram_mib\n2,A100,24GiB\n"
+    before = last(brim(*options, nodes=one)[1])["2"]["packed"]
+    after = last(brim(*options, "--add-nodes", "2xA100-80", "--add-nodes", "1xL40S-48x4", nodes=one)[1])["2"]["packed"]
+    assert before["mean_wait_s"] > after["mean_wait_s"]
+
+
+def test_servers_to_add_are_like_the_others():
+    [server] = traces.ServerRow(gpus=2, vram_mib=24_576, cpus=32, ram_mib=1000).servers()
+    added = traces.added_servers("3xH100-80x4", [server])
+    assert [each.node.name for each in added] == ["added-H100-0", "added-H100-1", "added-H100-2"]
+    assert {(each.node.cpus, each.node.ram_mib, len(each.devices)) for each in added} == {(64.0, 2000, 4)}
+    assert {(device.model, device.total_mib) for each in added for device in each.devices} == {("H100", 81_920)}
+    assert len(traces.added_servers("4xA100-80", [server])[0].devices) == 8
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -291,7 +291,12 @@ class Worth:
         """[sort], for each step in the hands of a task."""
         # In front, as much as a demand that does not fit reaches below the first row.
         front = np.zeros(STEPS + 1)
-        self._of_kind = [np.concatenate([front, table[kind].ravel()]) for kind in range(kinds)]
+        # Kinds that suit the same demands share a table, which then stays in the processor's cache.
+        shared: dict[bytes, Floats] = {}
+        self._of_kind = [
+            shared.setdefault(outlook.suits[:, kind].tobytes(), np.concatenate([front, table[kind].ravel()]))
+            for kind in range(kinds)
+        ]
         self._of_all = np.concatenate([front, table.ravel()])
         self._kind_size = table[0].size if kinds else 0
 
