@@ -112,10 +112,7 @@ def twins(url: str, folder: Path, variant: Variant = Variant.REDIS) -> Iterator[
         sides = []
         for with_brim in (False, True):
             namespace = f"t{token}{'b' if with_brim else 'a'}:"
-            results = url
-            if variant is Variant.DJANGO:
-                results = f"file://{folder / namespace[:-1]}"
-                (folder / namespace[:-1]).mkdir()
+            results = results_of(variant, url, folder / namespace[:-1])
             app = build(url, namespace, variant, results, with_brim=with_brim)
             stack.callback(app.close)
             sides.append(Side(app, client, namespace, with_brim))
@@ -146,6 +143,17 @@ def twins(url: str, folder: Path, variant: Variant = Variant.REDIS) -> Iterator[
         wait_until(store.profile_names, what="profiles are published", timeout_s=60)
         yield Twins(*sides, store)
         assert store.audit() == []
+
+
+def results_of(variant: Variant, url: str, place: Path) -> str:
+    """Address of a side's result backend; ``place`` is that side's own."""
+    place.mkdir()
+    return {
+        Variant.REDIS: url,
+        Variant.DJANGO: f"file://{place}",
+        Variant.DATABASE: f"db+sqlite:///{place}/results.sqlite",
+        Variant.RPC: "rpc://",
+    }[variant]
 
 
 LAYOUT = {"BRIM_BROKER__SEP": ":", "BRIM_BROKER__PRIORITY_STEPS": "[0, 5, 9]"}

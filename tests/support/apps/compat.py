@@ -277,6 +277,10 @@ class Variant(StrEnum):
     """Results in Redis, JSON, a separator and priority steps of its own."""
     DJANGO = "django"
     """Settings in the style of Django's, results in files, msgpack."""
+    DATABASE = "database"
+    """Results in a database, by SQLAlchemy."""
+    RPC = "rpc"
+    """Results sent to the producer as messages."""
 
 
 def build(url: str, namespace: str, variant: Variant, results: str, *, with_brim: bool) -> Celery:
@@ -296,6 +300,7 @@ def build(url: str, namespace: str, variant: Variant, results: str, *, with_brim
         "task_send_sent_event": True,
         "result_extended": True,
         "accept_content": ["json", "msgpack"],
+        "database_short_lived_sessions": True,
     }
     if variant is Variant.DJANGO:
         settings["task_serializer"] = "msgpack"
