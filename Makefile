@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+SUDO   := $(shell test "$$(id -u)" = 0 || command -v sudo)
+
 .PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-placement bench-pipeline bench-page constraints clean
 
 help:          ## list the targets
@@ -38,7 +40,7 @@ test-compose: $(READY) ## run docker-compose.yml on a Docker engine: health, tas
 
 test-ui: $(READY) ## run the page in a real browser and the API against its own document; pictures in build/ui
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
-	  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
+	  || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
 	$(BIN)/python -m pytest tests/ui $(ARGS)
 
 STORM_SECONDS ?= 60
