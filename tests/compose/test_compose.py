@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Project:
 
     def __init__(self) -> None:
         self.redis_port, self.flower_port, self.monitor_port = free_port(), free_port(), free_port()
+        self.prometheus_port = free_port()
         self.times_s: dict[str, float] = {}
         self._environment = {
             **os.environ,
@@ -47,6 +49,7 @@ class Project:
             "REDIS_PORT": str(self.redis_port),
             "FLOWER_PORT": str(self.flower_port),
             "MONITOR_PORT": str(self.monitor_port),
+            "PROMETHEUS_PORT": str(self.prometheus_port),
         }
 
     def compose(self, *words: str) -> str:
@@ -97,6 +100,10 @@ class Project:
         request.add_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=20) as answer:
             return json.load(answer)
+
+    def prometheus(self, path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}", timeout=20) as answer:
+            return json.load(answer)["data"]
 
     def _logs(self) -> str:
         command = ["docker", "compose", "logs", "--tail", "20"]
@@ -170,6 +177,27 @@ def test_the_monitor_answers_who_has_the_token(project: Project) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401"):
         project.monitor("/v1/cluster", "guessed")
     assert project.monitor("/v1/cluster", "brim-dev")
+
+
+def test_prometheus_scrapes_every_service(project: Project) -> None:
+    """Profile ``monitoring``. Grafana's image is not started: what it loads is checked in tests/contract."""
+    config = json.loads(project.compose("--profile", "monitoring", "config", "--format", "json"))
+    name = config["services"]["prometheus"]["image"]
+    if subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"no image {name} here (PROMETHEUS_IMAGE names another)")
+    project.compose("--profile", "monitoring", "up", "--wait", "--no-recreate", "prometheus")
+    wanted = {"brim-monitor": 1, "brim-intake": 1, "brim-placement": 2, "brim-agent": 1}
+
+    def up() -> bool:
+        targets = project.prometheus("targets")["activeTargets"]
+        return Counter(t["labels"]["job"] for t in targets if t["health"] == "up") == wanted
+
+    wait_until(up, what="every replica of every service is scraped", timeout_s=90)
+    [leader] = project.prometheus("query?query=brim_placement_leader")["result"]
+    assert leader["value"][1] == "1"
+    [group] = project.prometheus("rules")["groups"]
+    assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+    project.compose("--profile", "monitoring", "rm", "--stop", "--force", "prometheus")
 
 
 def test_three_workers_are_three_nodes(project: Project) -> None:
