@@ -5,7 +5,7 @@ import { GpuRow, gib, make, span, sparkline, text } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const ROOMY = 32; // up to so many GPUs there is room for the names of their tasks
-const DRAW_MS = 6; // of each frame at most, for bars
+const DRAW_MS = 3; // of each frame at most, for bars
 const TERMINAL = ["succeeded", "failed", "cancelled", "expired", "dead"];
 const STATES = ["scheduled", "waiting", "placed", "claimed", "running", "finishing", "handed_over", ...TERMINAL];
 
