@@ -130,7 +130,7 @@ def project() -> Iterator[Project]:
         for what, seconds in project.times_s.items():
             print(f"{what}: {seconds:.1f} s")
     finally:
-        project.compose("down", "--volumes", "--timeout", "10")
+        project.compose("--profile", "monitoring", "down", "--volumes", "--timeout", "10")
 
 
 def finished(producer: subprocess.Popen[str], count: int) -> None:
