@@ -70,4 +70,6 @@ def test_the_walk_through_the_api(stack: Stack) -> None:
 
 def test_the_readmes_own_request(stack: Stack) -> None:
     [submit] = commands("README.md")
-    assert json.loads(run(submit, stack))["state"] in ("waiting", "placed", "running")
+    accepted = json.loads(run(submit, stack))
+    assert accepted["state"] in ("waiting", "placed", "claimed", "running")
+    assert accepted["vram_mib"] > 7000
