@@ -175,7 +175,7 @@ def waits(
     runs = [Run(policy, FIRST_SEED + seed, load) for load in loads for policy in policies for seed in range(seeds)]
     done = dict(_all(setup, runs, _simulate, console))
     return {
-        f"{load:g}": {
+        str(load): {
             policy: _wait_report([done[run] for run in runs if (run.policy, run.load) == (policy, load)])
             for policy in policies
         }

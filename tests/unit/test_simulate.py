@@ -85,8 +85,8 @@ def test_timed_reports_waits_by_load_policy_and_gpus(brim):
 def test_added_servers_shorten_waits(brim):
     options = ["--timed", "--arrivals", "60", "--load", "2", "--policy", "packed", "--json"]
     one = "gpus,model,vram_mib\n2,A100,24GiB\n"
-    before = last(brim(*options, nodes=one)[1])["2"]["packed"]
-    after = last(brim(*options, "--add-nodes", "2xA100-80", "--add-nodes", "1xL40S-48x4", nodes=one)[1])["2"]["packed"]
+    before = last(brim(*options, nodes=one)[1])["2.0"]["packed"]
+    after = last(brim(*options, "--add-nodes", "2xA100-80", "--add-nodes", "1xL40S-48x4", nodes=one)[1])["2.0"]["packed"]
     assert before["mean_wait_s"] > after["mean_wait_s"]
 
 
