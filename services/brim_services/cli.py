@@ -511,7 +511,8 @@ def simulate(
     add_nodes: Annotated[
         list[str] | None,
         typer.Option(
-            help="What if: SERVERSxMODEL-GIB[xGPUS], 8 GPUs each by default, as in 4xA100-80.", show_default=False
+            help="What if: 4xA100-80 are four servers of eight A100 with 80 GiB, 2xL40S-48x4 two of four L40S.",
+            show_default=False,
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw into this .png or .svg file.", show_default=False)] = None,

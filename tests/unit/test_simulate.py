@@ -86,7 +86,9 @@ def test_added_servers_shorten_waits(brim):
     options = ["--timed", "--arrivals", "60", "--load", "2", "--policy", "packed", "--json"]
     one = "gpus,model,vram_mib\n2,A100,24GiB\n"
     before = last(brim(*options, nodes=one)[1])["2.0"]["packed"]
-    after = last(brim(*options, "--add-nodes", "2xA100-80", "--add-nodes", "1xL40S-48x4", nodes=one)[1])["2.0"]["packed"]
+    after = last(brim(*options, "--add-nodes", "2xA100-80", "--add-nodes", "1xL40S-48x4", nodes=one)[1])["2.0"][
+        "packed"
+    ]
     assert before["mean_wait_s"] > after["mean_wait_s"]
 
 
