@@ -28,11 +28,10 @@ from brim.core.batching import (
     Rules,
     Want,
     assign,
-    footprint,
-    limits_of,
     settle,
 )
 from brim.core.batching.items import PRIORITY_STEP_S
+from brim.core.batching.sizing import footprint, limits_of
 from brim.core.model import AttemptView, Demand, Device, Reason, State
 from brim.core.placement import Cluster
 from brim.core.placement.cluster import Site

@@ -9,11 +9,10 @@ import pytest
 import redis
 
 from brim.celery.envelope import split
-from brim.core.batching import BatchKey, ModelKey, Phase
+from brim.core.batching import Batched, BatchKey, ModelKey, Phase
 from brim.core.model import AttemptView, Demand, Identity, Node, Reason, State
 from brim.core.oversight import Remembered, Retire, Sight, Start, decide
 from brim.core.posts import Worker
-from brim.core.profiles import Batched
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.types import (

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brim.core.attributes import BrimHeader, EstimateError
-from brim.core.batching import cut, footprint, limits_of
+from brim.core.batching import cut
+from brim.core.batching.sizing import footprint, limits_of
 from brim.core.profiles import BatchProfile, Profile, ResourceTable, TableError, estimate
 
 TABLE = """

@@ -53,11 +53,11 @@ from brim.core.batching import (
     Stop,
     Withdrawal,
     Withdrawn,
-    limits_of,
 )
 from brim.core.batching import Event as MachineEvent
 from brim.core.batching import Item as Held
 from brim.core.batching.items import BatchKey, ModelKey
+from brim.core.batching.sizing import limits_of
 from brim.core.model import Reason, State
 from brim.core.patterns import best_match
 from brim.core.profiles import Profile

@@ -45,6 +45,7 @@ from brim.core.attributes import (
     reason_of,
     shorten,
 )
+from brim.core.batching.items import Batched
 from brim.core.formula import MAX_VALUE, Formula
 from brim.core.model import Demand, Reason, canonical
 from brim.core.patterns import best_match
@@ -334,21 +335,6 @@ class ResourceTable:
 
     def __len__(self) -> int:
         return len(self.profiles)
-
-
-@dataclass(frozen=True, slots=True)
-class Batched:
-    """What decides with what a batched task is computed, and how much of a batch it takes: see `BatchProfile`."""
-
-    model: str
-    version: str
-    shape: str
-    size: float
-
-    def lane(self, task: str) -> str:
-        """The level-1 lane of a task: one for each model, version and shape bucket (requirement B10)."""
-        model = f"{self.model}@{self.version}" if self.version else self.model
-        return "|".join(part for part in (task, "batch", model, self.shape) if part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from brim.core.batching import BatchKey, ExecutorState, Phase
+from brim.core.batching import Batched, BatchKey, ExecutorState, Phase
 from brim.core.model import AttemptView, Demand, Device, Identity, Node, Reason, State
-from brim.core.profiles import Batched
 
 
 class AdmitAnswer(StrEnum):

@@ -1,7 +1,8 @@
 """Two-level batching (requirements B1–B11): pure decisions and one state machine.
 
 `assign` gives waiting items to model executors, `settle` decides which executors there are, and each executor
-is an `ExecutorMachine`, which decides what is staged, claimed and computed when.
+is an `ExecutorMachine`, which decides what is staged, claimed and computed when. `brim.core.batching.sizing`, which
+reads profiles, is not imported here: producers have no evaluator of formulas.
 """
 
 from brim.core.batching.dispatch import Commit, Executor, Lane, Phase, Plan, Refusal, assign
@@ -33,16 +34,16 @@ from brim.core.batching.executor import (
     Withdrawn,
     WrongResultCount,
 )
-from brim.core.batching.items import BatchKey, Item, ModelKey
+from brim.core.batching.items import Batched, BatchKey, Item, ModelKey
 from brim.core.batching.residency import Launch, Move, Retire, Rules, Want, settle
 from brim.core.batching.sets import TaskSets
-from brim.core.batching.sizing import Footprint, footprint, limits_of
 from brim.core.batching.volume import EMPTY, Ceiling, Limits, Load, cut, load_of
 
 __all__ = [
     "EMPTY",
     "Arrived",
     "BatchKey",
+    "Batched",
     "Ceiling",
     "Claim",
     "Claimed",
@@ -57,7 +58,6 @@ __all__ = [
     "Fail",
     "Failed",
     "Finished",
-    "Footprint",
     "Instruction",
     "InvalidEvent",
     "Item",
@@ -88,8 +88,6 @@ __all__ = [
     "WrongResultCount",
     "assign",
     "cut",
-    "footprint",
-    "limits_of",
     "load_of",
     "settle",
 ]

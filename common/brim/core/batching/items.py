@@ -32,6 +32,24 @@ class BatchKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Batched:
+    """What decides with what a batched task is computed, and how much of a batch it takes.
+
+    ``shape`` and ``size`` are what its profile's ``shape_bucket`` and ``volume`` came to.
+    """
+
+    model: str
+    version: str
+    shape: str
+    size: float
+
+    def lane(self, task: str) -> str:
+        """The level-1 lane of a task: one for each model, version and shape bucket (requirement B10)."""
+        model = f"{self.model}@{self.version}" if self.version else self.model
+        return "|".join(part for part in (task, "batch", model, self.shape) if part)
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """One task on its way into a batch.
 
