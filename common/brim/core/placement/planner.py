@@ -20,8 +20,8 @@ from brim.core.placement.policy import Policy
 from brim.core.placement.promise import Beside, Promise
 from brim.core.placement.survey import Survey
 
-LOOKED_AT = 10_000
-"""Devices that a plan may look at to work reasons out anew: those of a few lanes, or of one if there are more."""
+LOOKED_AT = 2_000
+"""Devices that a plan may look at to work reasons out anew: those of a few lanes, or of one lane every few plans."""
 
 PROMISED_SHARE = 0.06
 """Promises for each node, where their number is not set."""
@@ -175,6 +175,8 @@ class _Memory:
         """By key, those whose reasons have been known for the longest first."""
         self.veils: dict[str, _Veil] = {}
         """By node."""
+        self.looks = 0
+        """Devices that may be looked at to work reasons out anew."""
         self.veilings = 0
         """Changes whenever other nodes are promised than before."""
         self.vain: dict[tuple[str, bool], Site] = {}
@@ -205,7 +207,11 @@ class _Pass:
         self.blocked: list[tuple[float, str, int]] = []
         """(score, lane, place in it) of heads that cannot start, in the order of their turns."""
         self.asleep: list[tuple[float, str, int]] = []
-        """Likewise, of those that need not be tried because nothing has changed for them; a heap."""
+        """Likewise, of those that need not be tried because nothing has changed for them, in any order."""
+        self.next: list[tuple[float, str, int]] = []
+        """Those of them that may get a promise that is free; a heap."""
+        self.still: list[tuple[float, str, int]] = []
+        """And those that may not."""
         self.most_promises = settings.promises_for(len(memory.cluster.order()))
         self.entitled: set[str] | None = None
         """Lanes whose heads may get a promise; worked out when it is asked for."""
@@ -219,10 +225,11 @@ class _Pass:
             if lane.waiting:
                 (heads if self._awake(lane) else self.asleep).append((lane.waiting[0].score, key, 0))
         heapq.heapify(heads)
-        heapq.heapify(self.asleep)
         while True:
-            if self.asleep and self._free() > 0 and (not heads or self.asleep[0] < heads[0]):
-                self._block(*heapq.heappop(self.asleep))
+            if self.asleep and self._free() > 0:
+                self._rouse()
+            if self.next and self._free() > 0 and (not heads or self.next[0] < heads[0]):
+                self._block(*heapq.heappop(self.next))
                 continue
             if not heads:
                 break
@@ -352,11 +359,24 @@ class _Pass:
         if self._free() > 0:
             self._promise(self.lanes[key], self.lanes[key].waiting[position])
 
+    def _rouse(self) -> None:
+        """Tell apart who may get a promise of those that need not be tried."""
+        entitled, promised = self._entitled(), self.plan.promises
+        for turn in self.asleep:
+            lane = self.lanes[turn[1]]
+            due = turn[1] in entitled and lane.waiting[turn[2]].task_id not in promised
+            (self.next if due else self.still).append(turn)
+        self.asleep = []
+        heapq.heapify(self.next)
+
     def _pass_on(self) -> None:
         """Give a promise that has become free to the most urgent in line, before anybody less urgent can pass it."""
+        entitled = self._entitled()
         for _, key, position in self.blocked:
             if self._free() <= 0:
                 break
+            if key not in entitled:
+                continue
             self._promise(self.lanes[key], self.lanes[key].waiting[position])
 
     def _free(self) -> int:
@@ -421,15 +441,18 @@ class _Pass:
         What is known is said again; in each plan a few lanes are looked at anew, those that have been told the same for
         the longest.
         """
-        memory, turns = self.memory, [*self.blocked, *self.asleep]
+        memory, turns = self.memory, [*self.blocked, *self.asleep, *self.next, *self.still]
         waiting = {key: position for _, key, position in turns}
         for key in [key for key in memory.lanes if key not in waiting]:
             del memory.lanes[key]
         looked: list[str] = []
-        again = max(1, LOOKED_AT // max(1, memory.survey.size))
+        size = max(1, memory.survey.size)
+        memory.looks = min(memory.looks + LOOKED_AT, size * max(1, LOOKED_AT // size))
         for key, known in memory.lanes.items():
-            if known.reason is None or again > 0:
-                again -= known.reason is not None
+            if known.reason is None:
+                looked.append(key)
+            elif memory.looks >= size:
+                memory.looks -= size
                 looked.append(key)
         for key in looked:
             known = memory.lanes[key] = memory.lanes.pop(key)

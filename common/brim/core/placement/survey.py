@@ -19,6 +19,9 @@ NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "
 _RANK = {code: rank for rank, code in enumerate(NEARNESS)}
 _AMOUNT = 1 << 40
 _END = 1 << 24
+_MOST = (1 << 33) - 1
+_NODE = 1 << 37
+"""More than what several devices' attempts and memory add up to."""
 _LONGEST_MIN = 1 << 22
 """Sums of ages above this (8 years) are all alike."""
 
@@ -134,16 +137,17 @@ class Survey:
         ages_s = np.maximum(self._counted * now_s - self._placed_s, 0.0) + self._busy * mean_run_s
         part = np.where(waits, np.clip(missing / held, 1 / np.maximum(self._busy, 1), 1.0), 0.0)
         minutes = np.minimum(ages_s * part / 60, _LONGEST_MIN).astype(np.int64)
-        lack = np.where(able, minutes * _AMOUNT + np.minimum(ends * _END + missing, _AMOUNT - 1), _NEVER)
+        lack = np.where(able, minutes * _AMOUNT + np.minimum(ends * _END + missing, _MOST), _NEVER)
         order = lack.argmin(axis=1)[:, None] if wanted == 1 else np.argsort(lack, axis=1, kind="stable")[:, :wanted]
         lack = np.take_along_axis(lack, order, axis=1)
-        unable = lack.max(axis=1) == _NEVER
-        for place in np.lexsort(((lack % _AMOUNT).sum(axis=1), (lack // _AMOUNT).sum(axis=1), unable)).tolist():
-            if unable[place]:
-                return None
+        total = (lack // _AMOUNT).sum(axis=1) * _NODE + (lack % _AMOUNT).sum(axis=1)
+        total[lack.max(axis=1) == _NEVER] = _NEVER
+        total[[self._places[name] for name in taken if name in self._places]] = _NEVER
+        while total[place := int(total.argmin())] != _NEVER:
             site = self.cluster[self._names[place]]
-            if site.name not in taken and _holds_when_drained(site, demand):
+            if _holds_when_drained(site, demand):
                 return site, tuple(sorted(order[place].tolist()))
+            total[place] = _NEVER
         return None
 
     def recyclable(self, demand: Demand, task: str, within: Collection[str] | None) -> list[str]:
