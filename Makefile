@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 SUDO   := $(shell test "$$(id -u)" = 0 || command -v sudo)
 
-.PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-placement bench-pipeline bench-page constraints clean
+.PHONY: help setup demo up test test-faults test-large test-compose test-ui check bench-calibration bench-sampling bench-placement bench-pipeline bench-batching bench-page constraints clean
 
 help:          ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -68,6 +68,9 @@ bench-pipeline: $(READY) ## what brim costs: the same tasks through plain Celery
 
 bench-placement: $(READY) ## decisions and commits per second, and 100,000 waiting tasks; needs the openb trace (ARGS="--trace DIR")
 	$(BIN)/python tests/benchmarks/bench_placement.py $(ARGS)
+
+bench-batching: $(READY) ## batches against plain Celery and a fixed batcher, from rest to 150 % of what a GPU can do
+	$(BIN)/python tests/benchmarks/bench_batching.py $(ARGS)
 
 bench-page: $(READY) ## the page with 1,600 simulated GPUs: frames, long tasks, memory over 30 s
 	$(BIN)/python tests/benchmarks/bench_page.py $(ARGS)

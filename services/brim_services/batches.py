@@ -51,6 +51,8 @@ WINDOW = 64
 TICKS_PER_S = 100_000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """After an executor that could not load its model, or died: before the next of its model is started."""
+SETTLE_S = 0.1
+"""How often is asked whether models want more executors, or none any more."""
 STAGING = 6
 """How many times as long as another task an item may take to begin: it may have to be staged first."""
 PLANNED = frozenset({"idle", "memory_wanted", "too_small", "node_draining"})
@@ -76,6 +78,7 @@ class Batches:
         self.told: Callable[[str, str, str, float], None] = lambda *_: None
         """Hears of every committed item: task id, task, queue, and when."""
         self._next_attempt = next_attempt
+        self._settled_s = 0.0
         self._groups = itertools.count(1)
         self._table = ResourceTable()
         self._published: Mapping[str, str] = {}
@@ -147,6 +150,12 @@ class Batches:
         views = [*draining, *(v for v in self.executors.values() if v not in draining and _takes(v, cluster))]
         if not windows and not views:
             return
+        short = list(short)
+        served = {_model(view) for view in views}
+        calm = not short and not draining and all(w.key is None or w.key.model in served for w in windows)
+        if calm and now_s - self._settled_s < SETTLE_S:
+            return
+        self._settled_s = now_s
         wants = [*short, *(want for want, trouble in self._wants(windows, cluster, now_s) if trouble is None)]
         devices = [device for site in cluster for device in site.devices]
         for move in settle(wants, [self._executor(view) for view in views], devices, now_s, Rules()):
@@ -187,6 +196,11 @@ class Batches:
             return min(fitting, key=lambda device: device.available_mib), first.least_mib
         nearest = max(able, key=lambda device: device.available_mib)
         return nearest, max(0, nearest.available_mib)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether every model executor is working: what comes for them now can wait a little for more of its kind."""
+        return bool(self.executors) and all(view.is_working for view in self.executors.values())
 
     def waits(self, windows: Sequence[LaneWindow], cluster: Cluster, now_s: float) -> dict[str, Reason]:
         """Why the first item of each lane waits."""

@@ -49,6 +49,8 @@ log = logging.getLogger("brim.placement")
 WINDOW = 64
 """How many tasks of a lane the mirror holds; more are fetched when these are placed."""
 HOUSEKEEPING_S = 1.0
+GATHER_S = 0.01
+"""Least time from one plan to the next while every model executor is working and no other task waits."""
 CHECK_S = 30.0
 """Between two looks at the books of all devices."""
 NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
@@ -153,7 +155,7 @@ class PlacementService:
         self._idled = False
         """Whether a device with an idle executor is among what has changed since `_call_back`."""
         self._server_ahead_s = 0.0
-        self._elected_s = 0.0
+        self._elected_s = self._placed_s = 0.0
         self._hearing_since_s = time.monotonic()
         self._housekeeping_s = 0.0
         self._listened_s = 0.0
@@ -174,14 +176,22 @@ class PlacementService:
             if self._stale:
                 self._resync()
             else:
+                self._gather()
                 self.store.wait_for_wake(self._pause_s())
                 self._hear(self.store.take_changes(self.epoch, WINDOW))
             self._place()
+            self._placed_s = time.monotonic()
             if time.monotonic() - self._housekeeping_s >= HOUSEKEEPING_S:
                 self._housekeeping_s = time.monotonic()
                 self._keep_house()
         except FencedError:
             self._step_down()
+
+    def _gather(self) -> None:
+        """Lets changes gather for a moment where they can start nothing now: all that could is computing batches."""
+        ordinary = any(window.key is None and window.waiting for window in self.mirror.lanes.values())
+        if self.batches.is_patient and not ordinary:
+            time.sleep(max(0.0, self._placed_s + GATHER_S - time.monotonic()))
 
     def resign(self) -> None:
         """Hands the lease over so that a standby need not wait for it to run out."""

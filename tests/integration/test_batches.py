@@ -75,6 +75,7 @@ class Town:
         while self.intake.admit(self.store.look(self.intake.lists, 1000).messages):
             pass
         for _ in range(3):
+            self.placement.batches._settled_s = 0.0
             self.store.client.lpush(self.store.keys.wake, "1")
             self.placement.step()
         self.answerer.drain()

@@ -7,6 +7,7 @@ the finish claim comes first, then Celery's own answer, then the end; all of it 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -31,6 +32,10 @@ from .executor import failure
 from .model_executor import ModelExecutor
 
 log = get_logger("brim.worker")
+
+MOST_AT_ONCE = 64
+EVENTS_S = 0.05
+"""How long a model executor gathers events."""
 
 NOT_OURS = (Ignore, Retry, WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)
 """What executors or agents deal with: nothing is published about the task in the main process."""
@@ -237,9 +242,12 @@ class _Handing:
 
 
 def item_strategy(executor: ModelExecutor, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
-    """The task's own strategy; it is claimed with its batch. Other executors' items are acknowledged silently."""
+    """The task's own strategy; it is claimed with its batch. Other executors' items are let go silently.
+
+    Nothing is acknowledged: see `ExecutorStep`.
+    """
     handle = instantiate(inner, task, app, _Handing(consumer, executor.arrive), **options)
-    key = executor.attempts.key
+    key, draining = executor.attempts.key, list[bool]()
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
         attempt = attempt_of(message)
@@ -247,10 +255,31 @@ def item_strategy(executor: ModelExecutor, inner: Any, task: Task, app: Celery, 
             log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
             forward(message)
         elif attempt.executor == executor.name and may_be_taken(message, attempt, key):
-            return handle(message, body, ack, reject, callbacks, **more)
-        return ack(log, consumer.connection_errors)
+            handle(message, body, _nothing, _nothing, callbacks, **more)
+        if not draining:
+            draining.append(True)
+            try:
+                take_the_rest(message.channel, executor.queue)
+            finally:
+                draining.clear()
 
     return on_message
+
+
+def take_the_rest(channel: Any, queue: str) -> None:
+    """What else lies in a queue, in one round trip: the transport takes one message at a time."""
+    with channel.conn_or_acquire() as client:
+        found = list(client.rpop(queue, MOST_AT_ONCE) or ())
+        try:
+            while found:
+                channel.connection._deliver(json.loads(found.pop(0)), queue)
+        finally:
+            if found:  # one of them ends this connection: the others wait for the next
+                client.rpush(queue, *reversed(found))
+
+
+def _nothing(*_: Any) -> None:
+    """In place of an acknowledgement."""
 
 
 class BrimStep(bootsteps.StartStopStep):
@@ -343,12 +372,29 @@ class BrimStep(bootsteps.StartStopStep):
 
 
 class ExecutorStep(BrimStep):
-    """The same in a model executor."""
+    """The same in a model executor, where a message costs as little as it can.
+
+    Its broker need not keep messages for redelivery: what is lost with this process, its agent puts back. And events of
+    many items are sent together.
+    """
 
     executor: ModelExecutor
 
+    def start(self, consumer: Any) -> None:
+        """Before messages are consumed on this connection."""
+        consumer.task_consumer.no_ack = True
+        if consumer.event_dispatcher is not None:
+            consumer.event_dispatcher.on_send_buffered = None
+            self._timer = consumer.timer.call_repeatedly(EVENTS_S, flush, (consumer.event_dispatcher,))
+
     def _prepare(self, tasks: Iterable[Any]) -> None:
         hand_over(list(tasks), self.attempts, self.executor)
+
+
+def flush(dispatcher: Any) -> None:
+    """Send the events that have gathered."""
+    if any(dispatcher._group_buffer.values()):
+        dispatcher.flush()
 
 
 def renew(consumer: Any) -> None:

@@ -12,7 +12,6 @@ Celery's own carry that out:
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import traceback
@@ -42,6 +41,7 @@ from brim.core.batching import (
     Failed,
     Finished,
     Instruction,
+    Limits,
     OutOfMemory,
     Raised,
     Report,
@@ -78,8 +78,6 @@ TOGETHER_S = 0.05
 """How long items are waited for that placement has committed together with one that has come."""
 STAGED_S = 0.005
 """How long an item that is staged may wait for others of its set that are being staged."""
-SWITCH_S = 0.0005
-"""Python's switch interval in this process: how long other threads may keep the computer from going on."""
 
 
 @dataclass(slots=True)
@@ -141,9 +139,10 @@ def _not_batched(name: str) -> ExceptionInfo:
 class ModelExecutor:
     """This process, from `begin` on; `arrive` is given every request for it."""
 
-    def __init__(self, app: Celery, name: str, boot: str, attempts: Attempts, hostname: str) -> None:
+    def __init__(self, app: Celery, name: str, queue: str, boot: str, attempts: Attempts, hostname: str) -> None:
         self.app = app
         self.name = name
+        self.queue = queue
         self.boot = boot
         self.attempts = attempts
         self.store = attempts.store
@@ -158,6 +157,7 @@ class ModelExecutor:
         self._claiming = self._limited = False
         self._kept: list[Instruction] = []
         """What is published once the next batch has begun."""
+        self._limits: Limits
         self._machine: ExecutorMachine
         self._model: ModelKey
         self.stopped = threading.Event()
@@ -169,7 +169,6 @@ class ModelExecutor:
         view = self._wanted()
         profile = Profile.model_validate_json(view.profile)
         self._model = ModelKey(view.model, view.version)
-        sys.setswitchinterval(SWITCH_S)
         declare_intake(self.app)
         try:
             tasks = self._tasks(profile)
@@ -181,7 +180,8 @@ class ModelExecutor:
             self.store.drain_executor(self.name, reason)
             raise
         stages = any(task.stage is not None for task in tasks)
-        self._machine = ExecutorMachine(limits_of(profile, view.vram_mib), stages=stages)
+        self._limits = limits_of(profile, view.vram_mib)
+        self._machine = ExecutorMachine(self._limits, stages=stages)
         for role in (self._stage_all, self._compute_all, self._publish_all):
             threading.Thread(target=self._or_die, args=(role,), name=role.__name__.strip("_"), daemon=True).start()
         self.attempts.patiently(partial(self.store.executor_is_up, self.name, self.boot))
@@ -249,7 +249,7 @@ class ModelExecutor:
             if first is None:
                 return
             group, waiting = self._together(first, waiting)
-            self._withdraw_gone()
+            self._withdraw_gone(len(group))
             for instruction in self._feed(Arrived(first.key, tuple(entry.held for entry in group))):
                 self._stage(instruction)
 
@@ -277,10 +277,10 @@ class ModelExecutor:
             (group if item.group == header.group and entry.key == first.key else others).append(entry)
         return group, others + waiting
 
-    def _withdraw_gone(self) -> None:
-        """Let go of items that are not this executor's any more: cancelled, expired, or a sibling's by now."""
+    def _withdraw_gone(self, coming: int) -> None:
+        """Where room gets short, let go of items that are not this executor's any more: cancelled, or a sibling's."""
         unsealed = [item.id for items in self._machine.holds.values() for item in items]
-        if not unsealed:
+        if not unsealed or len(unsealed) + coming <= self._limits.max_items:
             return
         found = self.attempts.patiently(lambda: self.store.executors_named([self.name]))
         ours = {item.attempt for view in found for item in view.items}

@@ -130,7 +130,7 @@ def _become_executor(identity: WorkerIdentity, name: str, sender: Any) -> None:
     # As many as placement commits: both task sets, and what is computed.
     sender.prefetch_multiplier = 0
     attempts = Attempts(identity, Settings.load())
-    model = ModelExecutor(sender.app, name, identity.boot, attempts, sender.hostname)
+    model = ModelExecutor(sender.app, name, identity.queue, identity.boot, attempts, sender.hostname)
     model.begin()
     worker_shutting_down.connect(lambda **_: model.drain(), weak=False, dispatch_uid="brim.drain")
     fields = {"attempts": attempts, "devices": identity.devices, "executor": model, "__module__": consumer.__name__}
