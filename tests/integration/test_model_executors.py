@@ -267,14 +267,12 @@ def exactly_the_guilty_fail(world: World, count: int) -> None:
     """One item in a hundred is guilty, and fails; all others have their results."""
     results = [world.send("bulk", number=number) for number in range(count)]
     ids = [str(result.id) for result in results]
-    wait_until(
-        lambda: (
-            all(record.state in TERMINAL for record in world.store.records(ids[-32:]))
-            and all(record.state in TERMINAL for record in world.store.records(ids))
-        ),
-        what="all have ended",
-        timeout_s=30 + count / 25,
-    )
+
+    def ended(some: list[str]) -> bool:
+        records = world.store.records(some)
+        return len(records) == len(some) and all(record.state in TERMINAL for record in records)
+
+    wait_until(lambda: ended(ids[-32:]) and ended(ids), what="all have ended", timeout_s=30 + count / 25)
     states = {record.task_id: record.state for record in world.store.records(ids)}
     failed = [number for number, task_id in enumerate(ids) if states[task_id] is not State.SUCCEEDED]
     assert failed == list(range(7, count, 100))

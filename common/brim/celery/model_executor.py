@@ -12,6 +12,7 @@ Celery's own carry that out:
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import traceback
@@ -76,6 +77,8 @@ log = get_logger("brim.worker")
 
 TOGETHER_S = 0.05
 """How long items are waited for that placement has committed together with one that has come."""
+SWITCH_S = 0.0002
+"""Python's switch interval in this process: how long another thread may keep the computer from going on."""
 STAGED_S = 0.005
 """How long an item that is staged may wait for others of its set that are being staged."""
 
@@ -157,6 +160,8 @@ class ModelExecutor:
         self._claiming = self._limited = False
         self._kept: list[Instruction] = []
         """What is published once the next batch has begun."""
+        self._latest_group = ("", 0)
+        """The group that came last, and how many of it have come."""
         self._limits: Limits
         self._machine: ExecutorMachine
         self._model: ModelKey
@@ -169,6 +174,7 @@ class ModelExecutor:
         view = self._wanted()
         profile = Profile.model_validate_json(view.profile)
         self._model = ModelKey(view.model, view.version)
+        sys.setswitchinterval(SWITCH_S)
         declare_intake(self.app)
         try:
             tasks = self._tasks(profile)
@@ -262,7 +268,9 @@ class ModelExecutor:
         assert header is not None
         group, others = [first], list[Entry]()
         until_s = time.monotonic() + TOGETHER_S
-        while len(group) < header.together:
+        label, before = self._latest_group
+        missing = header.together - (before if label == header.group else 0)
+        while len(group) < missing:
             if waiting:
                 entry: Entry | None = waiting.pop(0)
             else:
@@ -275,6 +283,7 @@ class ModelExecutor:
             item = entry.attempt.item
             assert item is not None
             (group if item.group == header.group and entry.key == first.key else others).append(entry)
+        self._latest_group = (header.group, header.together - missing + len(group))
         return group, others + waiting
 
     def _withdraw_gone(self, coming: int) -> None:
