@@ -119,7 +119,8 @@ def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
     fields = {
         "attempts": Attempts(identity, settings, MAIN_PATIENCE_S),
         "devices": identity.devices,
-        "ahead": settings.placement.ahead,
+        # Nothing is placed behind a set of devices: its next attempt may have a worker of its own.
+        "ahead": settings.placement.ahead if len(identity.devices) == 1 else 0,
         "__module__": consumer.__name__,
     }
     sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
