@@ -32,7 +32,7 @@ up: $(READY)    ## start the whole stack and leave it running until Ctrl-C
 test: $(READY)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-test-large: $(READY) ## run the tests that take minutes: a group of 10,000, outages of 30 s, a fail-over under load, rights on Redis 7
+test-large: $(READY) ## run the tests that take minutes: a group of 10,000, other result backends, outages of 30 s, storms without a guard, a fail-over under load, rights
 	$(BIN)/python -m pytest -m large $(ARGS)
 
 test-compose: $(READY) ## run docker-compose.yml on a Docker engine: health, tasks, scaling, kills (skips without one)

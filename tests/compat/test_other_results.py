@@ -10,7 +10,7 @@ from support.apps.compat import Variant
 from support.compat_cases import CASES
 from support.twins import Twins, twins
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.large, pytest.mark.timeout(300)]
 
 FOR_ANY_BACKEND = (
     "a bound task sees its request: arguments, retries, root and parent",

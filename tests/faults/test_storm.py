@@ -22,6 +22,7 @@ def test_brim_holds_in_a_storm(seed: int, tmp_path: Path) -> None:
     assert figures.kills > 0
 
 
+@pytest.mark.large
 def test_without_fencing_a_storm_tells(tmp_path: Path) -> None:
     """A node that was declared lost while it was paused finishes what has been given to another one."""
     storm = Storm(
@@ -47,6 +48,7 @@ def test_without_fencing_a_storm_tells(tmp_path: Path) -> None:
     assert figures.double_finished + figures.audit_differences > 0, figures
 
 
+@pytest.mark.large
 def test_without_the_guard_of_admission_a_storm_tells(tmp_path: Path) -> None:
     """What Celery puts back into the queue for a killed executor is admitted once more."""
     faults, mix = {"busy_executor": 1}, {"long": 1}
@@ -68,6 +70,7 @@ def test_without_the_guard_of_admission_a_storm_tells(tmp_path: Path) -> None:
     assert figures.double_finished + figures.audit_differences > 0, figures
 
 
+@pytest.mark.large
 def test_without_reclaim_a_storm_tells(tmp_path: Path) -> None:
     """The attempts of killed executors are never taken back."""
     faults, mix = {"busy_executor": 1}, {"long": 1}

@@ -63,7 +63,7 @@ class Guarded:
         return [f"{entry['username']}: {entry['reason']} {entry['object']} ({entry['context']})" for entry in found]
 
 
-@pytest.fixture(params=["valkey", pytest.param("redis7", marks=pytest.mark.large)])
+@pytest.fixture(params=["valkey", "redis7"])
 def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guarded]:
     users = tmp_path / "users.acl"
     users.write_text((ROOT / "deploy" / "redis" / "users.acl").read_text() + ADMIN + "\n")
@@ -72,6 +72,7 @@ def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guarded]
         yield Guarded(found.port, tmp_path)
 
 
+@pytest.mark.large
 def test_every_service_works_with_exactly_its_rights(guarded: Guarded) -> None:
     brim = "brim_services.cli"
     running = [

@@ -86,6 +86,7 @@ def test_a_killed_executor_of_a_set_frees_each_device_and_its_task_runs_again(be
     bench.wait_for(task_id, State.SUCCEEDED, timeout_s=STARTING_S)
 
 
+@pytest.mark.large
 def test_a_lost_message_to_a_set_is_not_waited_for_but_a_starting_worker_is(bench: Bench) -> None:
     bench.serve()
     task_id = bench.admit(seconds=0.0)
@@ -100,6 +101,7 @@ def test_a_lost_message_to_a_set_is_not_waited_for_but_a_starting_worker_is(benc
     bench.wait_for(task_id, State.SUCCEEDED, timeout_s=STARTING_S)
 
 
+@pytest.mark.large
 def test_a_set_that_is_ended_with_its_agent_leaves_nothing_and_its_task_goes_on(bench: Bench, tmp_path: Path) -> None:
     agent = bench.serve()
     task_id = bench.run(until=str(tmp_path / "go"), on=(0, 2))
@@ -117,6 +119,7 @@ def test_a_set_that_is_ended_with_its_agent_leaves_nothing_and_its_task_goes_on(
     bench.wait_for(task_id, State.SUCCEEDED, timeout_s=STARTING_S)
 
 
+@pytest.mark.large
 def test_a_worker_of_a_set_whose_leftover_is_wanted_back_ends_before_its_time(bench: Bench) -> None:
     bench.settings = {**bench.settings, "BRIM_AGENT__SET_IDLE_S": "600"}
     bench.serve()
@@ -155,6 +158,7 @@ def test_two_tasks_on_the_same_set_run_side_by_side(bench: Bench, tmp_path: Path
         bench.wait_for(task_id, State.SUCCEEDED)
 
 
+@pytest.mark.large
 def test_a_draining_node_lets_a_set_finish(bench: Bench, tmp_path: Path) -> None:
     agent = bench.serve()
     task_id = bench.run(until=str(tmp_path / "go"), on=(0, 2))

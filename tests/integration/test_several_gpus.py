@@ -112,8 +112,12 @@ def test_a_whole_gpu_is_shared_with_nobody_and_comes_back_when_its_task_has_ende
     ("brim", "code"),
     [
         ({"cpus": 0.6 * len(os.sched_getaffinity(0))}, "cpus"),
-        ({"ram_mib": round(0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20)}, "ram"),
-        ({"gpus": 4, "vram_mib": "all"}, "memory"),
+        pytest.param(
+            {"ram_mib": round(0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20)},
+            "ram",
+            marks=pytest.mark.large,
+        ),
+        pytest.param({"gpus": 4, "vram_mib": "all"}, "memory", marks=pytest.mark.large),
     ],
 )
 def test_what_of_a_node_is_short_is_the_reason_why_a_task_waits(

@@ -45,6 +45,7 @@ def started_below(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.large
 @pytest.mark.timeout(180)
 def test_the_demo_sums_up_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with brim(tmp_path, "demo", "--tasks", "60", "--seed", "7", "--json") as process:
@@ -76,7 +77,7 @@ def test_the_demo_fails_when_placement_ignores_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.large), signal.SIGKILL])
 def test_up_serves_until_it_is_ended_and_takes_everything_with_it(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "up"
     argv = ("up", "--folder", str(folder), "--redis-port", "0", "--flower-port", "0", "--monitor-port", "0", "--json")

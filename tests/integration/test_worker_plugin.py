@@ -385,6 +385,7 @@ def test_the_worker_shows_its_device_to_flower(plant: Plant) -> None:
     assert stats["prefetch_count"] == 3, "two executors, and one behind them"
 
 
+@pytest.mark.large
 def test_an_outage_of_redis_delays_claims_and_loses_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path / "devices"))
     with own_server() as server, redis.Redis.from_url(url_of(server)) as client:
@@ -403,6 +404,7 @@ def test_an_outage_of_redis_delays_claims_and_loses_no_attempt(tmp_path: Path, m
             assert plant.events(result.id).count("started") == 1
 
 
+@pytest.mark.large
 def test_a_long_task_is_not_redelivered_while_its_worker_lives(
     valkey_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ def test_a_single_outlier_does_not_move_it(count, seed, size, ran_out):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(MIN_SAMPLES, 300), st.integers(0, 100), st.floats(1.25, 2))
+@given(st.integers(2 * MIN_SAMPLES, 300), st.integers(0, 100), st.floats(1.25, 2))
 def test_a_drift_is_noticed_within_twenty_tasks_and_lowers_nothing(count, seed, growth):
     calibration = taught(steady(count, 1.0, seed))
     before = reserved(calibration)

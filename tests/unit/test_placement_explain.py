@@ -13,13 +13,13 @@ from unit.placement_cases import GIB, cluster_of, demands, device, devices, node
 
 
 @given(devices(), nodes(), demands, st.sampled_from(sorted(PRESETS)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_first_candidate_is_the_choice_and_every_node_is_either_candidate_or_out(made, servers, demand, policy):
     cluster = cluster_of(made, servers)
     mix = Mix.of([(demand, 1.0)])
     found = explain(cluster, make_policy(policy), mix, demand, "segment")
     board = Board(cluster, make_policy(policy), mix)
-    spot = board.best(board.row(demand, "segment"))
+    spot = board.best(board.row(demand, "segment"), demand.ram_mib)
     assert bool(found.candidates) == (spot is not None)
     if spot is not None:
         uuids = tuple(cluster[spot.node].devices[position].uuid for position in spot.positions)
