@@ -134,6 +134,7 @@ def test_a_worker_of_a_set_whose_leftover_is_wanted_back_ends_before_its_time(be
     assert [bench.device(index).committed_mib for index in range(3)] == [0, 0, 0]
 
 
+@pytest.mark.large
 def test_a_set_whose_worker_cannot_start_gives_its_task_back_with_the_reason(bench: Bench, tmp_path: Path) -> None:
     bench.serve(BRIM_TEST_NO_SETS="1")
     task_id = bench.admit()
