@@ -202,12 +202,8 @@ class HeldItem:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorView:
-    """A model executor as it stands in Redis. ``profile`` is its model's, as JSON text; times are server seconds.
-
-    ``boot`` and ``proc`` are empty while no process has begun; ``ceiling`` is what it has learned (see
-    `brim.core.batching.Ceiling`). ``deadline_s`` is when what it computes hits its hard time limit.
-    """
+class WantedExecutor:
+    """A model executor to be wanted. ``profile`` is its model's, as JSON text."""
 
     name: str
     node: str
@@ -218,6 +214,16 @@ class ExecutorView:
     version: str
     vram_mib: int
     profile: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorView(WantedExecutor):
+    """A model executor as it stands in Redis. Times are server seconds.
+
+    ``boot`` and ``proc`` are empty while no process has begun; ``ceiling`` is what it has learned (see
+    `brim.core.batching.Ceiling`). ``deadline_s`` is when what it computes hits its hard time limit.
+    """
+
     phase: Phase
     since_s: float
     used_s: float
@@ -256,21 +262,6 @@ class ExecutorView:
             0,
             executor=self.name,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class WantedExecutor:
-    """A model executor to be wanted; see `ExecutorView`."""
-
-    name: str
-    node: str
-    device: str
-    index: int
-    queue: str
-    model: str
-    version: str
-    vram_mib: int
-    profile: str
 
 
 @dataclass(frozen=True, slots=True)
