@@ -263,6 +263,7 @@ class Batches:
             view.used_s,
             profile.batch.keep_warm_s,
             working=view.is_working,
+            ahead=view.ahead,
             unsealed=tuple((key, tuple(items)) for key, items in unsealed.items()),
         )
 

@@ -68,6 +68,8 @@ class Worker:
     unsealed: dict[str, tuple[BatchKey, Item]] = field(default_factory=dict)
     """Attempts committed here and not claimed, by attempt id."""
     claimed: dict[str, BatchKey] = field(default_factory=dict)
+    ahead: set[str] = field(default_factory=set)
+    """Those that were claimed beside another batch."""
     staged: set[str] = field(default_factory=set)
 
     @property
@@ -89,6 +91,7 @@ class Worker:
             used_s=self.used_s,
             keep_warm_s=60.0,
             working=bool(self.claimed),
+            ahead=bool(self.ahead),
             unsealed=tuple((key, tuple(items)) for key, items in held.items()),
         )
 
@@ -172,6 +175,7 @@ class World:
                 for attempt in granted:
                     del worker.unsealed[attempt]
                     worker.claimed[attempt] = key
+                worker.ahead = set(granted) if job.ahead else set()
                 self.feed(worker, Claimed(frozenset(item.id for item in items) - set(granted)))
             case Start(_, items):
                 self.feed(worker, worker.function(items))
@@ -196,6 +200,8 @@ class World:
                 self.check_sealed(worker, key, items)
                 self.pending.append((worker, instruction))
             case Start(key, items):
+                if worker.ahead.intersection(item.id for item in items):
+                    worker.ahead = set()
                 assert worker.limits.shortage(load_of(item.size for item in items)) is None
                 assert all(worker.claimed[item.id] == key for item in items)
                 assert [item.order for item in items] == sorted(item.order for item in items)

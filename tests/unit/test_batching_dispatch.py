@@ -72,6 +72,9 @@ class TestNewItems:
         executors = [executor("a", working=True, unsealed={OTHER: row(1, 1)})]
         assert assign([Lane(KEY, row(2, 2))], executors).commits == ()
 
+    def test_stay_in_level_1_while_the_only_executor_has_claimed_a_batch_beside_the_one_it_computes(self):
+        assert assign([Lane(KEY, row(1, 1))], [executor("a", working=True, ahead=True)]).commits == ()
+
     def test_top_up_a_set_of_their_key_rather_than_open_another(self):
         executors = [executor("a", working=True), executor("b", working=True, unsealed={KEY: row(1, 1)})]
         assert given(assign([Lane(KEY, row(2, 2))], executors)) == {"b": ["02"]}

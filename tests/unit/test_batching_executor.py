@@ -14,6 +14,7 @@ from brim.core.batching import (
     Complete,
     Discard,
     Drain,
+    Ending,
     ExecutorMachine,
     ExecutorState,
     Fail,
@@ -127,6 +128,84 @@ class TestFromIdleToWorking:
         assert ids(made.handle(Staged(("a", "b"))), Claim) == [("a",)]
         made.handle(Claimed())
         assert made.handle(Finished(["A"]))[0] == Claim(OTHER, items("b"))
+
+
+class TestSealingAhead:
+    def test_a_full_spare_set_is_claimed_when_the_batch_is_about_to_end_and_starts_with_its_end(self):
+        made = computing("a")
+        made.handle(Arrived(KEY, items("b", "c", "d", "e")))
+        assert made.handle(Ending()) == [Claim(KEY, items("b", "c", "d", "e"), ahead=True)]
+        assert made.handle(Claimed()) == []
+        assert not made.is_claiming
+        # When the batch ends, then the next starts in the same step, before the outcomes
+        answer = made.handle(Finished(["A"]))
+        assert answer == [Start(KEY, items("b", "c", "d", "e")), Complete(items("a")[0], "A")]
+
+    def test_one_that_can_still_grow_is_not(self):
+        made = computing("a")
+        made.handle(Arrived(KEY, items("b", "c", "d")))
+        assert made.handle(Ending()) == []
+        assert made.holds == {KEY: items("b", "c", "d")}
+
+    def test_one_that_gets_full_only_then_is_claimed_then(self):
+        made = computing("a", stages=True)
+        made.handle(Arrived(KEY, items("b", "c", "d", "e")))
+        made.handle(Ending())
+        assert ids(made.handle(Staged(("b", "c", "d"))), Claim) == []
+        assert ids(made.handle(Staged(("e",))), Claim) == [("b", "c", "d", "e")]
+
+    def test_a_claim_that_is_not_answered_when_the_batch_ends_is_waited_for(self):
+        made = computing("a")
+        made.handle(Arrived(KEY, items("b", "c", "d", "e")))
+        made.handle(Ending())
+        assert ids(made.handle(Finished(["A"])), Start) == []
+        assert made.is_claiming
+        assert ids(made.handle(Claimed(frozenset("c"))), Start) == [("b", "d", "e")]
+
+    def test_it_takes_nothing_until_that_one_begins(self):
+        made = computing("a")
+        made.handle(Arrived(KEY, items("b", "c", "d", "e")))
+        made.handle(Ending())
+        assert ids(made.handle(Arrived(KEY, items("f"))), Requeue) == ["f"]
+        made.handle(Claimed())
+        made.handle(Finished(["A"]))
+        assert ids(made.handle(Arrived(KEY, items("g"))), Requeue) == []
+        assert made.holds == {KEY: items("g")}
+
+    def test_when_all_of_it_is_refused_the_next_set_is_sealed_as_ever(self):
+        made = computing("a")
+        made.handle(Arrived(KEY, items("b", "c", "d", "e")))
+        made.handle(Ending())
+        made.handle(Claimed(frozenset("bcde")))
+        assert ids(made.handle(Arrived(KEY, items("f"))), Requeue) == []
+        assert ids(made.handle(Finished(["A"])), Claim) == [("f",)]
+
+    def test_not_while_parts_of_the_batch_are_left(self):
+        made = computing("a", "b")
+        made.handle(Arrived(KEY, items("c", "d", "e", "f")))
+        made.handle(Raised(BOOM))
+        assert made.handle(Ending()) == []
+
+    def test_not_while_draining_and_what_is_sealed_ahead_is_finished(self):
+        made = computing("a")
+        made.handle(Arrived(KEY, items("b", "c", "d", "e")))
+        made.handle(Ending())
+        made.handle(Claimed())
+        assert ids(made.handle(Drain()), Stop) == []
+        assert ids(made.handle(Finished(["A"])), Start) == [("b", "c", "d", "e")]
+        assert Stop() in made.handle(Finished(list("BCDE")))
+
+    def test_what_the_batch_before_has_taught_bounds_it(self):
+        made = computing("a", "b")
+        made.handle(Arrived(KEY, items("c", "d", "e", "f")))
+        made.handle(Ending())
+        made.handle(Claimed())
+        made.handle(OutOfMemory(OOM))
+        made.handle(Finished(["A"]))
+        assert ids(made.handle(Finished(["B"])), Start) == [("c",)]
+
+    def test_a_word_that_comes_too_late_is_passed_over(self):
+        assert machine().handle(Ending()) == []
 
 
 class TestSpareSet:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from brim.core.batching import (
     BatchKey,
+    Ending,
     Failed,
     Finished,
     Item,
@@ -89,6 +90,11 @@ class Batching(RuleBasedStateMachine):
     @precondition(lambda self: self.kinds)
     def withdraw(self, data, why):
         self.world.withdraw(data.draw(st.sampled_from(sorted(self.kinds))), why)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.workers)
+    def expect_the_end(self, data):
+        self.world.feed(self.world.workers[data.draw(st.sampled_from(sorted(self.world.workers)))], Ending())
 
     @rule(data=st.data())
     @precondition(lambda self: any(worker.phase is Phase.UP for worker in self.world.workers.values()))

@@ -259,23 +259,23 @@ def item_strategy(executor: ModelExecutor, inner: Any, task: Task, app: Celery, 
         if not draining:
             draining.append(True)
             try:
-                take_the_rest(message.channel, executor.queue)
+                take_the_rest(executor.store.client, message.channel, executor.queue)
             finally:
                 draining.clear()
 
     return on_message
 
 
-def take_the_rest(channel: Any, queue: str) -> None:
+def take_the_rest(client: Any, channel: Any, queue: str) -> None:
     """What else lies in a queue, in one round trip: the transport takes one message at a time."""
-    with channel.conn_or_acquire() as client:
-        found = list(client.rpop(queue, MOST_AT_ONCE) or ())
-        try:
-            while found:
-                channel.connection._deliver(json.loads(found.pop(0)), queue)
-        finally:
-            if found:  # one of them ends this connection: the others wait for the next
-                client.rpush(queue, *reversed(found))
+    key = f"{channel.global_keyprefix}{queue}"
+    found = list(client.rpop(key, MOST_AT_ONCE) or ())
+    try:
+        while found:
+            channel.connection._deliver(json.loads(found.pop(0)), queue)
+    finally:
+        if found:  # one of them ends this connection: the others wait for the next
+            client.rpush(key, *reversed(found))
 
 
 def _nothing(*_: Any) -> None:

@@ -1,11 +1,12 @@
 """A model executor: the worker process that keeps one model on one GPU and runs its tasks in batches.
 
-What is staged, claimed and computed when is decided by `brim.core.batching.ExecutorMachine`. Three threads beside
+What is staged, claimed and computed when is decided by `brim.core.batching.ExecutorMachine`. Four threads beside
 Celery's own carry that out:
 
 * the *stager* takes what the consumer hands over, and prepares it with the user's ``stage``;
 * the *computer* claims what is sealed and calls the user's function: it does nothing else, so that one batch follows
   the other;
+* the *foreseer* tells the machine when a batch is about to end, and claims the next one beside it if that is full;
 * the *publisher* does all that is told to the outside: results, ends, events, what is given back.
 """
 
@@ -36,6 +37,7 @@ from brim.core.batching import (
     Complete,
     Discard,
     Drain,
+    Ending,
     ExecutorMachine,
     ExecutorState,
     Fail,
@@ -71,6 +73,7 @@ from .batch_task import BatchTask, Computed, Item, answering
 from .envelope import AttemptHeader
 from .errors import TaskRejected
 from .executor import AttemptTask, Execution, current_execution, failure, outcome_of, plain
+from .results import Results
 from .routing import declare_intake
 
 log = get_logger("brim.worker")
@@ -79,6 +82,8 @@ TOGETHER_S = 0.05
 """How long items are waited for that placement has committed together with one that has come."""
 SWITCH_S = 0.0002
 """Python's switch interval in this process: how long another thread may keep the computer from going on."""
+AHEAD_S = 0.02
+"""How long before a batch is expected to end the next one is claimed if it is full."""
 STAGED_S = 0.005
 """How long an item that is staged may wait for others of its set that are being staged."""
 
@@ -94,6 +99,8 @@ class Entry:
     item: Item
     embed: Mapping[str, Any]
     claimed: bool = False
+    ahead: bool = False
+    """Claimed beside another batch, and not begun yet."""
     accepted: bool = False
     computed_s: float = 0.0
     """How long the batch took that it was computed in, the last one."""
@@ -149,6 +156,7 @@ class ModelExecutor:
         self.boot = boot
         self.attempts = attempts
         self.store = attempts.store
+        self._results = Results(app)
         self.proc = proc_id() or ""
         self._hostname = hostname
         self._lock = threading.Lock()
@@ -156,8 +164,12 @@ class ModelExecutor:
         self._arrivals: SimpleQueue[Entry | None] = SimpleQueue()
         self._computing: SimpleQueue[Claim | Start | None] = SimpleQueue()
         self._publishing: SimpleQueue[Sequence[Instruction]] = SimpleQueue()
+        self._ahead: SimpleQueue[Claim | float] = SimpleQueue()
+        """What to claim beside the batch that is computed, or when (monotonic s) that one will be about to end."""
+        self._took_s: dict[tuple[str, int], float] = {}
+        """How long the latest batch of a task with so many items took."""
         self._ceiling = float("inf")
-        self._claiming = self._limited = False
+        self._limited = False
         self._kept: list[Instruction] = []
         """What is published once the next batch has begun."""
         self._latest_group = ("", 0)
@@ -188,7 +200,7 @@ class ModelExecutor:
         stages = any(task.stage is not None for task in tasks)
         self._limits = limits_of(profile, view.vram_mib)
         self._machine = ExecutorMachine(self._limits, stages=stages)
-        for role in (self._stage_all, self._compute_all, self._publish_all):
+        for role in (self._stage_all, self._compute_all, self._foresee_all, self._publish_all):
             threading.Thread(target=self._or_die, args=(role,), name=role.__name__.strip("_"), daemon=True).start()
         self.attempts.patiently(partial(self.store.executor_is_up, self.name, self.boot))
 
@@ -321,7 +333,23 @@ class ModelExecutor:
     def claim_one(self, task_id: str, attempt: AttemptHeader) -> None:
         """Claim an item by itself, so that the consumer may answer for it."""
         pair = (task_id, attempt.attempt)
-        self.attempts.patiently(lambda: self.store.claim_batch(self.name, self.boot, self.proc, [pair]))
+        self.attempts.patiently(lambda: self.store.claim_batch(self.name, self.boot, self.proc, [pair], ahead=None))
+
+    # -- foreseer --------------------------------------------------------------------------------------------
+
+    def _foresee_all(self) -> None:
+        due_s: float | None = None
+        while True:
+            try:
+                told = self._ahead.get(timeout=None if due_s is None else max(0.0, due_s - time.monotonic()))
+            except Empty:
+                due_s = None
+                self._feed(Ending())
+                continue
+            if isinstance(told, Claim):
+                self._feed(Claimed(self._claim([self._entries[held.id] for held in told.items], ahead=True)))
+            else:
+                due_s = told
 
     # -- computer --------------------------------------------------------------------------------------------
 
@@ -333,13 +361,14 @@ class ModelExecutor:
             else:
                 self._feed(self._compute(instruction.key.task, entries))
 
-    def _claim(self, entries: Sequence[Entry]) -> frozenset[str]:
+    def _claim(self, entries: Sequence[Entry], *, ahead: bool | None = False) -> frozenset[str]:
         """Claim a sealed batch; the items that are not computed."""
         pairs = [entry.pair for entry in entries]
-        answers = self.attempts.patiently(lambda: self.store.claim_batch(self.name, self.boot, self.proc, pairs))
+        answers = self.attempts.patiently(lambda: self.store.claim_batch(self.name, self.boot, self.proc, pairs, ahead))
         refused = set()
         for entry, answer in zip(entries, answers, strict=True):
             entry.claimed = answer is ClaimAnswer.GRANTED
+            entry.ahead = entry.claimed and bool(ahead)
             if not entry.claimed or entry.is_withdrawn:
                 refused.add(entry.held.id)
         return frozenset(refused)
@@ -351,7 +380,9 @@ class ModelExecutor:
         timer = threading.Timer(min(limits), self._over_time, (entries, min(limits))) if limits else None
         if timer is not None:
             timer.start()
-        began_s = time.monotonic()
+        began_s, kind = time.monotonic(), (name, len(entries))
+        if kind in self._took_s:
+            self._ahead.put(began_s + max(0.0, self._took_s[kind] - AHEAD_S))
         try:
             return Finished(list(task.compute([entry.item for entry in entries])))
         except Exception as error:
@@ -360,7 +391,7 @@ class ModelExecutor:
             traceback.clear_frames(error.__traceback__)
             return OutOfMemory(told) if out_of_memory else Raised(told)
         finally:
-            took_s = time.monotonic() - began_s
+            self._took_s[kind] = took_s = time.monotonic() - began_s
             if timer is not None:
                 timer.cancel()
             for entry in entries:
@@ -384,19 +415,19 @@ class ModelExecutor:
         with self._lock:
             instructions = self._machine.handle(event)
             stages, told, started = list[Stage](), list[Instruction](), list[Instruction]()
-            self._claiming &= not isinstance(event, Claimed)
             for instruction in instructions:
                 if isinstance(instruction, Stage):
                     stages.append(instruction)
+                elif isinstance(instruction, Claim) and instruction.ahead:
+                    self._ahead.put(instruction)
                 elif isinstance(instruction, Claim | Start):
                     self._computing.put(instruction)
-                    self._claiming |= isinstance(instruction, Claim)
                     started += [instruction] if isinstance(instruction, Start) else []
                 else:
                     told.append(instruction)
             self._kept += [*told, *started]
             # While a claim is under way the computer needs this process's time.
-            if self._kept and not self._claiming:
+            if self._kept and not self._machine.is_claiming:
                 self._publishing.put(self._kept)
                 self._kept = []
         return stages
@@ -434,20 +465,25 @@ class ModelExecutor:
         entries = [entry for entry, _ in answers]
         first = entries[0]
         log.info("%s: a batch of %d took %.1f ms", first.key.task, len(entries), 1000 * first.computed_s)
-        self._claim([entry for entry in entries if not entry.claimed])
+        if unclaimed := [entry for entry in entries if not entry.claimed]:
+            self._claim(unclaimed, ahead=None)
         pairs = [entry.pair for entry in entries]
         granted = self.attempts.patiently(lambda: self.store.finish_batch(self.proc, pairs))
-        ends: list[tuple[str, str, Outcome]] = []
-        traced: list[tuple[Entry, Any]] = []
+        live: list[tuple[Entry, Computed | Failed]] = []
         for (entry, answer), said in zip(answers, granted, strict=True):
-            if said is not ClaimAnswer.GRANTED:
+            if said is ClaimAnswer.GRANTED:
+                live.append((entry, answer))
+            else:
                 refusal(entry.attempt, entry.task_id, "publish", said)
                 self._drop(entry)
-                continue
-            outcome, returned = self._trace(entry, answer)
-            traced.append((entry, returned))
-            if outcome is not None:
-                ends.append((*entry.pair, outcome))
+        ends: list[tuple[str, str, Outcome]] = []
+        traced: list[tuple[Entry, Any]] = []
+        with self._results.together([entry.task_id for entry, _ in live], self.attempts.patiently):
+            for entry, answer in live:
+                outcome, returned = self._trace(entry, answer)
+                traced.append((entry, returned))
+                if outcome is not None:
+                    ends.append((*entry.pair, outcome))
         self.attempts.patiently(lambda: self.store.end_batch(self.name, ends))
         for entry, returned in traced:
             self._forget(entry)
@@ -463,7 +499,9 @@ class ModelExecutor:
         args, kwargs = entry.item.args, entry.item.kwargs
         request.update({"args": args, "kwargs": kwargs, "hostname": self._hostname, "is_eager": False}, **entry.embed)
         execution = ItemExecution(self.attempts, entry.task_id, entry.attempt, self.proc, None)
-        with answering(answer), current_execution(execution):
+        # What is called once a result is stored may look for it: then it has to be there.
+        follows = request.get("chord") or request.get("errbacks")
+        with answering(answer), current_execution(execution), self._results.apart(bool(follows)):
             result, info, _, shown = task.__trace__(entry.task_id, args, kwargs, request)
         returned = (1, result, entry.computed_s) if info else (0, shown, entry.computed_s)
         return self._outcome(entry, execution, info), returned
@@ -481,8 +519,11 @@ class ModelExecutor:
     def _announce(self, entries: Iterable[Entry]) -> None:
         """Tell the world, and Flower, that these have started, and the agent when they have to be done."""
         entries = list(entries)
+        if any(entry.ahead for entry in entries):
+            self.attempts.patiently(lambda: self.store.note_start(self.name))
         self._note_deadline(min((limit for entry in entries if (limit := entry.limit_s) is not None), default=None))
         for entry in entries:
+            entry.ahead = False
             if not entry.accepted:
                 entry.accepted = True
                 entry.request.on_accepted(os.getpid(), time.monotonic())

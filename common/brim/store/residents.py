@@ -143,13 +143,24 @@ class ResidentSide(AttemptSide):
         keys = self.keys
         self.runner.run("executor_note", [keys.executor(name), keys.changed, keys.wake], [name, field, value])
 
-    def claim_batch(self, name: str, boot: str, proc: str, items: Sequence[tuple[str, str]]) -> list[ClaimAnswer]:
-        """Start claims of a sealed batch, (task id, attempt) each, in one script."""
+    def note_start(self, name: str) -> None:
+        """A batch that was claimed ahead is computed now: the executor can be given items again."""
+        self._note(name, "ahead", "")
+
+    def claim_batch(
+        self, name: str, boot: str, proc: str, items: Sequence[tuple[str, str]], ahead: bool | None = False
+    ) -> list[ClaimAnswer]:
+        """Start claims of a sealed batch, (task id, attempt) each, in one script.
+
+        ``ahead``: another batch is being computed; None: these are no batch, but somebody is to answer for them.
+        """
         keys = self.keys
         names = [keys.executor(name), keys.counts, keys.changed, keys.wake]
         for task_id, _ in items:
             names += [keys.task(task_id), keys.story(task_id)]
-        answers = self.runner.run("claim_batch", names, [boot, proc, name, *(attempt for _, attempt in items)])
+        mark = "" if ahead is None else str(int(ahead))
+        args = [boot, proc, name, mark, *(attempt for _, attempt in items)]
+        answers = self.runner.run("claim_batch", names, args)
         return [ClaimAnswer(answer.decode()) for answer in answers]
 
     def finish_batch(self, proc: str, items: Sequence[tuple[str, str]]) -> list[ClaimAnswer]:

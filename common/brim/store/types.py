@@ -221,7 +221,8 @@ class ExecutorView(WantedExecutor):
     """A model executor as it stands in Redis. Times are server seconds.
 
     ``boot`` and ``proc`` are empty while no process has begun; ``ceiling`` is what it has learned (see
-    `brim.core.batching.Ceiling`). ``deadline_s`` is when what it computes hits its hard time limit.
+    `brim.core.batching.Ceiling`). ``deadline_s`` is when what it computes hits its hard time limit. ``ahead``: a batch
+    is claimed beside the one that it computes.
     """
 
     phase: Phase
@@ -232,6 +233,7 @@ class ExecutorView(WantedExecutor):
     ceiling: float | None = None
     reason: Reason | None = None
     deadline_s: float | None = None
+    ahead: bool = False
     items: Sequence[HeldItem] = ()
 
     @property

@@ -34,7 +34,8 @@ class Executor:
     """One model executor as placement sees it in its books.
 
     ``limits`` includes the ceiling that it has reported. ``working`` says whether any of its items is
-    claimed; ``unsealed`` holds the others, by key. ``since_s`` is when it came up (or was wanted, while it is
+    claimed, ``ahead`` whether it has claimed a batch beside the one that it computes; ``unsealed`` holds the
+    others, by key. ``since_s`` is when it came up (or was wanted, while it is
     starting), ``used_s`` when it last had an item.
     """
 
@@ -48,6 +49,7 @@ class Executor:
     used_s: float
     keep_warm_s: float
     working: bool = False
+    ahead: bool = False
     unsealed: tuple[tuple[BatchKey, tuple[Item, ...]], ...] = ()
 
     @property
@@ -125,7 +127,8 @@ class _Taker:
 
     @property
     def room(self) -> int:
-        return PAIR - 1 if self.executor.working else PAIR
+        executor = self.executor
+        return PAIR - executor.working - (executor.working and executor.ahead)
 
     def fits_alone(self, item: Item) -> bool:
         return self.executor.limits.shortage(EMPTY + item.size) is None

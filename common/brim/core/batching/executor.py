@@ -6,8 +6,10 @@
 
 Items arrive into the task sets and are staged there, beside whatever is being computed. As soon as nothing is
 computed and a staged item is held, the staged items of the oldest key are sealed: claimed in one go, and
-computed. Nothing ever waits for a batch to fill. A batch that raises is bisected and one that runs out of
-memory is halved, each down to one item; what is then left is computed before anything else.
+computed. Nothing ever waits for a batch to fill. A spare set that is full already is sealed ahead, when the batch
+before it is about to end (`Ending`): nothing can join it any more, and its claim is not waited for then. A batch
+that raises is bisected and one that runs out of memory is halved, each down to one item; what is then left is
+computed before anything else.
 
 Instructions come with the critical path first: what starts the next computation stands before the outcomes of
 the last, which can be published beside it.
@@ -104,6 +106,11 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """The started batch is expected to end soon: what would be claimed then can be claimed now if it is full."""
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
     """The started batch raised."""
 
@@ -130,7 +137,7 @@ class Drain:
     """Finish what is sealed, give the rest back, take nothing more and stop."""
 
 
-Event = Arrived | Staged | StageFailed | Claimed | Finished | Raised | OutOfMemory | Withdrawn | Drain
+Event = Arrived | Staged | StageFailed | Claimed | Ending | Finished | Raised | OutOfMemory | Withdrawn | Drain
 
 
 # Instructions
@@ -146,10 +153,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The batch is sealed: take the start claim of all its items in one script, answer with `Claimed`."""
+    """The batch is sealed: take the start claim of all its items in one script, answer with `Claimed`.
+
+    ``ahead``: another one is still being computed; to be claimed beside it.
+    """
 
     key: BatchKey
     items: tuple[Item, ...]
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +247,12 @@ class _Batch:
     """The ceiling when it was sealed."""
     parts: list[_Part]
     running: _Part | None = None
+    ending: bool = False
+    """Whether what is running is the last of it, and expected to end soon."""
+
+    @property
+    def is_claimed(self) -> bool:
+        return bool(self.parts) or self.running is not None
 
 
 class ExecutorMachine:
@@ -248,6 +265,8 @@ class ExecutorMachine:
         self._sets = TaskSets(limits)
         self._staged: set[str] = set()
         self._batch: _Batch | None = None
+        self._ahead: _Batch | None = None
+        """The next one, where it was sealed before this one has ended."""
         self._ceiling = Ceiling()
         self._draining = False
         self._stopped = False
@@ -260,6 +279,11 @@ class ExecutorMachine:
         if self._batch is not None:
             return ExecutorState.WORKING
         return ExecutorState.WAITING if self._sets else ExecutorState.IDLE
+
+    @property
+    def is_claiming(self) -> bool:
+        """Whether the next computation waits for nothing but its claim."""
+        return self._batch is not None and not self._batch.is_claimed
 
     @property
     def holds(self) -> dict[BatchKey, tuple[Item, ...]]:
@@ -282,6 +306,8 @@ class ExecutorMachine:
                 outcomes = [Discard(item, why) for item in self._release(id)]
             case Claimed(refused):
                 outcomes = self._claimed(refused)
+            case Ending():
+                self._expect_end()
             case Finished(results):
                 outcomes = self._finish(results)
             case Raised(error):
@@ -300,11 +326,11 @@ class ExecutorMachine:
     # What arrives and leaves before it is sealed
 
     def _room(self) -> int:
-        return PAIR if self._batch is None else PAIR - 1
+        return PAIR - (self._batch is not None) - (self._ahead is not None)
 
     def _arrive(self, key: BatchKey, items: Iterable[Item]) -> list[Instruction]:
         held = {item.id for _, kept in self._sets for item in kept}
-        held.update(item.id for item in (self._batch.items if self._batch else ()))
+        held.update(item.id for batch in (self._batch, self._ahead) if batch for item in batch.items)
         answers: list[Instruction] = []
         taken: dict[int, list[Item]] = {}
         for item in items:
@@ -349,34 +375,59 @@ class ExecutorMachine:
 
     def _advance(self) -> list[Instruction]:
         """Start what can be started, unless a claim or a computation is under way."""
-        if self._batch is not None:
-            return self._start_part(self._batch) if self._batch.parts and not self._batch.running else []
-        return self._seal()
+        batch = self._batch
+        if batch is None:
+            return self._seal()
+        if batch.parts and not batch.running:
+            return self._start_part(batch)
+        return self._seal_ahead() if batch.ending and self._ahead is None and not self._draining else []
 
     def _seal(self) -> list[Instruction]:
-        """Seal the staged items of the key whose staged item is the oldest, in order, as many as fit."""
+        """Seal what is ready."""
+        key, sealed = self._ready()
+        if key is None:
+            return []
+        self._let_go(key, sealed)
+        self._batch = _Batch(key, sealed, self._ceiling, parts=[])
+        return [Claim(key, sealed)]
+
+    def _seal_ahead(self) -> list[Instruction]:
+        """Seal what is ready beside the batch that is computed, if no item can join it any more."""
+        key, sealed = self._ready()
+        if key is None or self._sets.limits.fullness(load_of(item.size for item in sealed)) < 1:
+            return []
+        self._let_go(key, sealed)
+        self._ahead = _Batch(key, sealed, self._ceiling, parts=[])
+        return [Claim(key, sealed, ahead=True)]
+
+    def _expect_end(self) -> None:
+        if self._batch is not None and self._batch.running is not None and not self._batch.parts:
+            self._batch.ending = True
+
+    def _ready(self) -> tuple[BatchKey | None, tuple[Item, ...]]:
+        """The staged items of the key whose staged item is the oldest, in order, as many as fit."""
         ready = {
             key: staged for key, items in self._sets if (staged := [item for item in items if item.id in self._staged])
         }
         if not ready:
-            return []
+            return None, ()
         key = min(ready, key=lambda key: ready[key][0].order)
-        load, sealed = EMPTY, []
+        load, sealed = EMPTY, list[Item]()
         for item in ready[key]:
             if self._sets.limits.shortage(load + item.size) is not None:
                 break
             load += item.size
             sealed.append(item)
-        self._let_go(key, sealed)
-        self._batch = _Batch(key, tuple(sealed), self._ceiling, parts=[])
-        return [Claim(key, self._batch.items)]
+        return key, tuple(sealed)
 
     def _claimed(self, refused: frozenset[str]) -> list[Instruction]:
-        batch = self._batch
-        if batch is None or batch.parts or batch.running:
+        batch = next((each for each in (self._batch, self._ahead) if each is not None and not each.is_claimed), None)
+        if batch is None:
             raise self._invalid("no claim is under way")
         if granted := tuple(item for item in batch.items if item.id not in refused):
             batch.parts.append(_Part(granted))
+        elif batch is self._ahead:
+            self._ahead = None
         else:
             self._batch = None
         return [Discard(item, Withdrawal.REFUSED) for item in batch.items if item.id in refused]
@@ -407,7 +458,7 @@ class ExecutorMachine:
         batch = self._batch
         if batch is None or batch.running is None:
             raise self._invalid("nothing is being computed")
-        part, batch.running = batch.running, None
+        part, batch.running, batch.ending = batch.running, None, False
         return batch, part
 
     def _finish(self, results: Sequence[object]) -> list[Instruction]:
@@ -455,7 +506,9 @@ class ExecutorMachine:
 
     def _close(self, batch: _Batch) -> None:
         if not batch.parts:
-            self._batch = None
+            self._batch, self._ahead = self._ahead, None
+            if self._batch is not None:
+                self._batch.ceiling = self._ceiling
 
     def _learn(self, ceiling: Ceiling) -> None:
         if ceiling.volume != self._ceiling.volume:

@@ -1,13 +1,14 @@
 -- A model executor has sealed a batch: start claim and bind of all its items at once.
 -- KEYS  1 executor  2 counts  3 changed  4 wake  5.. record and story of each item
--- ARGV  1 worker boot  2 proc  3 executor id  4.. attempts, in the order of the records
+-- ARGV  1 worker boot  2 proc  3 executor id  4 "1" another batch is being computed | "0" | '' this is no batch
+--       5.. attempts, in the order of the records
 -- Returns  for each item "granted" (also when the same boot asks again) | "stale" (also one that has expired, which
 --          placement closes) | "unknown" | "cancelled"
 
-local now, answers = now_ms(), {}
-local sealed = ',"proc":"' .. ARGV[2] .. '","batch":' .. #ARGV - 3
-for i = 4, #ARGV do
-  local record, story, attempt = KEYS[2 * i - 3], KEYS[2 * i - 2], ARGV[i]
+local now, answers, granted = now_ms(), {}, 0
+local sealed = ',"proc":"' .. ARGV[2] .. '","batch":' .. #ARGV - 4
+for i = 5, #ARGV do
+  local record, story, attempt = KEYS[2 * i - 5], KEYS[2 * i - 4], ARGV[i]
   local known = redis.call('HMGET', record, 'state', 'attempt', 'boot', 'expires_ms')
   local state, held = known[1], redis.call('HGET', KEYS[1], 'i:' .. attempt)
   local answer = 'stale'
@@ -24,8 +25,16 @@ for i = 4, #ARGV do
     move(record, KEYS[2], state, 'running')
     tell(story, now, 'started', ',"attempt":"' .. attempt .. '"' .. sealed)
   end
-  answers[i - 3] = answer
+  answers[i - 4] = answer
+  if answer == 'granted' then granted = granted + 1 end
 end
-if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'used_ms', integer(now)) end
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'used_ms', integer(now))
+  if ARGV[4] == '1' and granted > 0 then
+    redis.call('HSET', KEYS[1], 'ahead', '1')
+  elseif ARGV[4] ~= '' then
+    redis.call('HDEL', KEYS[1], 'ahead')
+  end
+end
 changed(KEYS[3], KEYS[4], 'x:' .. ARGV[3])
 return answers
