@@ -55,7 +55,7 @@ SETTLE_S = 0.1
 """How often is asked whether models want more executors, or none any more."""
 STAGING = 6
 """How many times as long as another task an item may take to begin: it may have to be staged first."""
-PLANNED = frozenset({"idle", "memory_wanted", "too_small", "node_draining"})
+PLANNED = frozenset({"idle", "memory_wanted", "too_small", "node_draining", "profile_changed"})
 """Reasons for which executors drain that say nothing against their model."""
 
 
@@ -82,6 +82,8 @@ class Batches:
         self._groups = itertools.count(1)
         self._table = ResourceTable()
         self._published: Mapping[str, str] = {}
+        self._current: dict[ModelKey, Profile] = {}
+        """What the table says of each model."""
         self._profiles: dict[str, Profile] = {}
         self._troubles: dict[ModelKey, Trouble] = {}
 
@@ -108,6 +110,8 @@ class Batches:
         if published != self._published:
             found = {name: Profile.model_validate_json(text) for name, text in published.items()}
             self._published, self._table = published, ResourceTable(found)
+            batched = (profile for profile in self._table if profile.batch is not None)
+            self._current = {ModelKey(profile.model or "", profile.version): profile for profile in batched}
 
     def _note_end(self, gone: ExecutorView, now_s: float) -> None:
         """An executor that ended otherwise than by plan lets its model pause, longer each time."""
@@ -163,16 +167,35 @@ class Batches:
                 self._launch(epoch, move, windows, cluster)
             elif isinstance(move, Retire):
                 log.info("model executor %s is stopped: %s", move.executor, move.reason)
-                self.store.drain_executor(move.executor, move.reason, epoch)
-                self.executors[move.executor] = replace(
-                    self.executors[move.executor], phase=Phase.DRAINING, reason=move.reason
-                )
+                self._drain(epoch, move.executor, move.reason)
+        self._replace_outdated(epoch)
         for view in self.executors.values():
             if view.phase is Phase.DRAINING:
                 self._take_back(epoch, view, view.reason or Reason("draining", "its model executor is draining"))
             elif self._is_stuck(view, now_s):
                 message = f"model executor {view.name} has not begun with it for {now_s - view.used_s:.0f} s"
                 self._take_back(epoch, view, Reason("not_started", message))
+
+    def _replace_outdated(self, epoch: int) -> None:
+        """Drain an executor whose profile has changed since it was wanted; of each model one at a time."""
+        for model in {_model(view) for view in self.executors.values()}:
+            views = [view for view in self.executors.values() if _model(view) == model]
+            if any(view.phase is not Phase.UP for view in views):
+                continue
+            outdated = next((view for view in views if self._is_outdated(view)), None)
+            if outdated is not None:
+                reason = Reason("profile_changed", f"the profile of {model} has changed since it was started")
+                log.info("model executor %s is replaced: %s", outdated.name, reason)
+                self._drain(epoch, outdated.name, reason)
+
+    def _is_outdated(self, view: ExecutorView) -> bool:
+        """Whether the table has its model with other memory or other limits; one that it has no more may go on."""
+        now = self._current.get(_model(view))
+        return now is not None and _fields(now) != _fields(self._profile_of(view))
+
+    def _drain(self, epoch: int, name: str, reason: Reason) -> None:
+        self.store.drain_executor(name, reason, epoch)
+        self.executors[name] = replace(self.executors[name], phase=Phase.DRAINING, reason=reason)
 
     def keeps(
         self, windows: Sequence[LaneWindow], before: float, cluster: Cluster, now_s: float
@@ -242,11 +265,17 @@ class Batches:
             return None
         return Lane(window.key, tuple(_items(window)), profile.batch.level1_limit)
 
-    def _executor(self, view: ExecutorView) -> Executor:
+    def _profile_of(self, view: ExecutorView) -> Profile:
+        """Its profile as it was when it was wanted."""
         profile = self._profiles.get(view.profile)
         if profile is None:
             profile = self._profiles[view.profile] = Profile.model_validate_json(view.profile)
-        assert profile.batch is not None
+        return profile
+
+    def _executor(self, view: ExecutorView) -> Executor:
+        profile = self._profile_of(view)
+        batch = self._current.get(_model(view), profile).batch
+        assert batch is not None
         unsealed: dict[BatchKey, list[Item]] = {}
         for item in view.items:
             if not item.sealed:
@@ -261,7 +290,7 @@ class Batches:
             view.phase,
             view.since_s,
             view.used_s,
-            profile.batch.keep_warm_s,
+            batch.keep_warm_s,
             working=view.is_working,
             ahead=view.ahead,
             unsealed=tuple((key, tuple(items)) for key, items in unsealed.items()),
@@ -453,6 +482,14 @@ def _takes(view: ExecutorView, cluster: Cluster) -> bool:
 
 def _model(view: ExecutorView) -> ModelKey:
     return ModelKey(view.model, view.version)
+
+
+def _fields(profile: Profile) -> tuple[object, ...]:
+    """What an executor's reservation and its limits follow from."""
+    batch = profile.batch
+    assert batch is not None
+    memory = (profile.context_mib, profile.weights_mib, profile.margin, batch.per_unit_mib)
+    return (*memory, batch.max_items, batch.max_volume)
 
 
 def _items(window: LaneWindow) -> Iterator[Item]:

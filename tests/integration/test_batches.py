@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from brim.celery.agent_link import WorkerIdentity
+from brim.celery.attempts import Attempts
 from brim.celery.envelope import parse
 from brim.celery.errors import TaskRejected
+from brim.celery.model_executor import ModelExecutor
 from brim.core.attributes import TaskSignature
 from brim.core.batching import Phase
 from brim.core.model import Node, Reason, State
@@ -309,6 +312,85 @@ def test_an_executor_that_nobody_uses_is_drained_and_goes(town: Town) -> None:
     assert town.names() == []
     events = [line["event"] for line in town.store.residency()]
     assert events == ["wanted", "up", "draining", "gone"]
+
+
+def publish(town: Town, before: str, after: str) -> None:
+    """A table with one thing changed."""
+    table = ResourceTable.parse(TABLE.replace(before, after), "table")
+    town.store.publish_profiles({profile.name: profile.model_dump_json() for profile in table})
+    town.placement.batches.refresh_table()
+    town.step()
+
+
+def test_an_executor_whose_profile_has_changed_is_replaced(town: Town) -> None:
+    town.send()
+    town.bring_up()
+    sealed = town.seal()
+    [spare] = town.send()
+    publish(town, "max_items: 4, per_unit_mib: 10", "max_items: 8, per_unit_mib: 10")
+    view = town.executor()
+    assert view.phase is Phase.DRAINING
+    assert view.reason is not None
+    assert view.reason.code == "profile_changed"
+    assert town.record(spare).state is State.WAITING
+    assert town.names() == ["n1.0.enc", "n1.0.enc.2"]
+    town.end(sealed)
+    town.die()
+    town.bring_up("n1.0.enc.2")
+    assert town.held("n1.0.enc.2") == {spare}
+    town.send(count=10)
+    assert len(town.held("n1.0.enc.2")) == 11
+
+
+def test_of_several_such_executors_one_goes_at_a_time(town: Town) -> None:
+    town.send()
+    town.bring_up()
+    town.seal()
+    town.send(count=5)
+    town.wait_for_scale_out()
+    town.bring_up("n1.0.enc.2")
+    publish(town, "max_items: 4, per_unit_mib: 10", "max_items: 3, per_unit_mib: 10")
+    phases = [town.executor(name).phase for name in ("n1.0.enc", "n1.0.enc.2")]
+    assert sorted(phases) == [Phase.DRAINING, Phase.UP]
+
+
+def test_what_says_nothing_of_its_memory_and_batches_is_taken_at_once(town: Town) -> None:
+    town.send("embed.v2")
+    town.bring_up("n1.0.enc-2")
+    sealed = town.seal("n1.0.enc-2")
+    publish(town, "keep_warm_s: 0", "keep_warm_s: 600")
+    town.end(sealed, "n1.0.enc-2")
+    assert town.executor("n1.0.enc-2").phase is Phase.UP
+    publish(town, "keep_warm_s: 0", "keep_warm_s: 0.001")
+    assert town.executor("n1.0.enc-2").phase is Phase.DRAINING
+
+
+def test_an_item_whose_message_was_lost_on_its_way_to_a_working_executor_waits_again(town: Town) -> None:
+    town.send()
+    town.bring_up()
+    town.seal()
+    [lost] = town.send()
+    view = town.executor()
+    identity = WorkerIdentity("n1", "gpu0", view.queue, ("G0",), view.boot, "")
+    attempts = Attempts(identity, town.settings)
+    executor = ModelExecutor(town.app, view.name, view.queue, view.boot, attempts, "executor@n1")
+    broker_list = town.settings.broker.global_keyprefix + view.queue
+    # While its message is in the queue, it may come;
+    executor.look_for_lost(broker_list)
+    executor.look_for_lost(broker_list)
+    assert town.record(lost).state is State.PLACED
+    # once it is not, it may have been received in this moment;
+    town.store.client.delete(broker_list)
+    executor.look_for_lost(broker_list)
+    assert town.record(lost).state is State.PLACED
+    # but by the next look it would have come.
+    executor.look_for_lost(broker_list)
+    assert town.record(lost).state is State.WAITING
+    [line] = [line for line in town.store.story(lost) if line["event"] == "lost"]
+    assert line["reason"]["code"] == "message_lost"
+    town.step()
+    assert town.record(lost).state is State.PLACED
+    assert town.pushed() == 1
 
 
 def test_an_unused_executor_makes_room_for_ordinary_tasks(town: Town) -> None:

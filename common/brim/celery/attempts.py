@@ -94,9 +94,12 @@ class Attempts:
 
     def give_back(self, task_id: str, attempt: AttemptHeader, reason: Reason, state: State = State.PLACED) -> None:
         """An item that its model executor does not hold any longer waits in its old place, and nothing counts it."""
-        view = self._view(task_id, attempt, MAIN_PROCESS, state)
+        self.put_back(self._view(task_id, attempt, MAIN_PROCESS, state), reason)
+
+    def put_back(self, view: AttemptView, reason: Reason) -> None:
+        """The same of an item as its executor's book has it."""
         self.patiently(lambda: self.store.lose(view, reason, counts=False, max_attempts=self._max_attempts))
-        self._agent.changed(attempt.attempt)
+        self._agent.changed(view.attempt)
 
     def out_of_memory(
         self, task_id: str, attempt: AttemptHeader, proc: str, text: str, peak_mib: int, offered_mib: int | None

@@ -29,7 +29,7 @@ from brim.store.types import ClaimAnswer
 from .attempts import MAIN_PROCESS, Attempts, refusal
 from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, is_genuine, received
 from .executor import failure
-from .model_executor import ModelExecutor
+from .model_executor import LOOK_S, ModelExecutor
 
 log = get_logger("brim.worker")
 
@@ -380,12 +380,27 @@ class ExecutorStep(BrimStep):
 
     executor: ModelExecutor
 
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        super().__init__(consumer, **options)
+        self._look: Any = None
+
     def start(self, consumer: Any) -> None:
         """Before messages are consumed on this connection."""
         consumer.task_consumer.no_ack = True
+        prefix = consumer.task_consumer.channel.global_keyprefix
+        self._look = consumer.timer.call_repeatedly(
+            LOOK_S, self.executor.look_for_lost, (f"{prefix}{self.executor.queue}",)
+        )
         if consumer.event_dispatcher is not None:
             consumer.event_dispatcher.on_send_buffered = None
             self._timer = consumer.timer.call_repeatedly(EVENTS_S, flush, (consumer.event_dispatcher,))
+
+    def stop(self, consumer: Any) -> None:
+        """The connection is going."""
+        super().stop(consumer)
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
 
     def _prepare(self, tasks: Iterable[Any]) -> None:
         hand_over(list(tasks), self.attempts, self.executor)

@@ -66,6 +66,7 @@ from brim.core.patterns import best_match
 from brim.core.profiles import Profile
 from brim.gpu import frameworks
 from brim.gpu.process import proc_id
+from brim.store.connection import is_outage
 from brim.store.types import ClaimAnswer, ExecutorView, Outcome
 
 from .attempts import Attempts, refusal
@@ -84,6 +85,8 @@ SWITCH_S = 0.0002
 """Python's switch interval in this process: how long another thread may keep the computer from going on."""
 AHEAD_S = 0.02
 """How long before a batch is expected to end the next one is claimed if it is full."""
+LOOK_S = 5.0
+"""Between two looks for items whose message was lost on its way here."""
 STAGED_S = 0.005
 """How long an item that is staged may wait for others of its set that are being staged."""
 
@@ -172,6 +175,8 @@ class ModelExecutor:
         self._limited = False
         self._kept: list[Instruction] = []
         """What is published once the next batch has begun."""
+        self._missing: frozenset[str] = frozenset()
+        """Attempts in its book whose message had not come at the latest look."""
         self._latest_group = ("", 0)
         """The group that came last, and how many of it have come."""
         self._limits: Limits
@@ -255,6 +260,30 @@ class ModelExecutor:
             return
         self._entries[held.id] = entry = Entry(request, attempt, key, held, item, embed or {})
         self._arrivals.put(entry)
+
+    def look_for_lost(self, broker_list: str) -> None:
+        """Have items wait in level 1 again whose message was lost on its way here; called in the consumer's thread.
+
+        The book has them, the queue is empty, and they have not come since the look before.
+        """
+        try:
+            left = self.store.queue_lengths([broker_list])[broker_list]
+            views = self.store.executors_named([self.name])
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            return
+        missing = {
+            item.attempt: view.attempt(item)
+            for view in views
+            for item in view.items
+            if not left and not item.sealed and item.attempt not in self._entries
+        }
+        for attempt in self._missing & missing.keys():
+            lost = missing.pop(attempt)
+            log.warning("the message of %s, attempt %s, has not come: it waits again", lost.task_id, attempt)
+            self.attempts.put_back(lost, Reason("message_lost", "its message to its model executor was lost"))
+        self._missing = frozenset(missing)
 
     def drain(self) -> None:
         """Finish what is computed and give back the rest; `stopped` is set then."""
