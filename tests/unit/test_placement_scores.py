@@ -19,8 +19,9 @@ from brim.core.placement.cluster import Cluster, Site
 from brim.core.placement.fit import UP, capacity_mib, claim_mib, milli, node_shortage, shortage
 from brim.core.placement.mix import Mix
 from brim.core.placement.outlook import OFFERS, SCARCITY, STEPS
-from brim.core.placement.policy import PRESETS, make_policy
+from brim.core.placement.policy import PRESETS, Policy, make_policy
 from brim.core.placement.rooms import CPU_GRAIN
+from brim.core.placement.trial import NONE
 from unit.placement_cases import TASKS, cluster_of, device
 
 GPU = 1000
@@ -198,6 +199,27 @@ def test_a_board_kept_up_to_date_equals_a_fresh_one(cluster, asked, policy):
             cluster.hold(spot.node, spot.positions, demand)
 
 
+@given(clusters(), st.lists(demands, min_size=2, max_size=8))
+@settings(max_examples=200, deadline=None, phases=[Phase.generate])
+def test_columns_put_together_from_groups_equal_those_scored_whole(cluster, asked):
+    packed, mix = make_policy("packed"), Mix.of((demand, 1.0) for demand in asked[:4])
+    whole = Policy("whole", (*packed.scores, ("nothing", 1.0, lambda trial: np.zeros((1, 1)))), packed.resolution)
+    together, scored = Board(cluster, packed, mix), Board(cluster, whole, mix)
+    for board in (together, scored):
+        board.learn((demand, "segment") for demand in asked)
+    for demand in asked:
+        spots = []
+        for board in (together, scored):
+            board.refresh()
+            spots.append(board.best(board.row(demand, "segment"), demand.ram_mib))
+        assert spots[0] == spots[1]
+        fits = scored._scores >= NONE
+        assert (np.where(fits, together._scores, 0) == np.where(fits, scored._scores, 0)).all()
+        assert ((together._scores >= NONE) == fits).all()
+        if spots[0] is not None:
+            cluster.hold(spots[0].node, spots[0].positions, demand)
+
+
 @given(clusters(), st.lists(demands, min_size=1, max_size=5), demands)
 @settings(max_examples=150, deadline=None, phases=[Phase.generate])
 def test_parts_of_scores_follow_their_formulas(cluster, seen, demand):
@@ -227,7 +249,7 @@ def test_parts_of_scores_follow_their_formulas(cluster, seen, demand):
                 return device.available_mib if oracle.open(device, 0) and device.available_mib >= 0 else 0
 
             lost = sum(fill(room(site.devices[at])) - fill(room(after.devices[at])) for at in chosen)
-            assert parts["fill"][0, candidate] == pytest.approx(claimed - lost)
+            assert parts["fill"][0, candidate] == pytest.approx(claimed - lost, abs=1e-6)
             cpu, cpu_after = cpu_seen(site), cpu_seen(site, demand.cpus)
             before_u, after_u = oracle.usable(site, scarce, cpu), oracle.usable(after, scarce, cpu_after)
             assert parts["usable"][0, candidate] == pytest.approx(claimed - (before_u - after_u), abs=1e-6)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 Attributes = Mapping[str, float | int | str | bool]
 
@@ -79,7 +79,7 @@ class Demand:
         return f"{self.vram_mib} MiB" + f" on each of {self.gpus} GPUs" * (self.gpus > 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Device:
     """One entry of the availability table (requirement A3), as placement sees it.
 
@@ -88,23 +88,26 @@ class Device:
     ``cpus_used`` and ``ram_used_mib`` are what attempts whose first device it is hold of their host.
     ``reclaimable_mib`` is the leftover of idle executors, which comes back if they are replaced.
     ``tasks`` is the digest of the task names that the device's worker has registered.
+
+    A value: its fields never change, which the types see to. Like a `Node` it is not ``frozen``, for placement makes
+    one for every decision, and a frozen one takes three times as long to make.
     """
 
-    uuid: str
-    node: str
-    index: int
-    model: str
-    total_mib: int
-    headroom_mib: int
-    external_mib: int
-    committed_mib: int
-    executors: int
-    busy: int
-    reclaimable_mib: int = 0
-    tasks: str = ""
-    cpus_used: float = 0.0
-    ram_used_mib: int = 0
-    state: str = "up"
+    uuid: Final[str]
+    node: Final[str]
+    index: Final[int]
+    model: Final[str]
+    total_mib: Final[int]
+    headroom_mib: Final[int]
+    external_mib: Final[int]
+    committed_mib: Final[int]
+    executors: Final[int]
+    busy: Final[int]
+    reclaimable_mib: Final[int] = 0
+    tasks: Final[str] = ""
+    cpus_used: Final[float] = 0.0
+    ram_used_mib: Final[int] = 0
+    state: Final[str] = "up"
     """``up``, ``draining``, ``lost`` or ``quarantined``; only ``up`` devices take work."""
 
     @property
@@ -143,7 +146,7 @@ def gpu_queue(node: str, indices: Iterable[int]) -> str:
     return f"gpu.{node}.{'-'.join(map(str, sorted(indices)))}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Node:
     """A worker server: its labels and the host resources that tasks may declare.
 
@@ -151,12 +154,12 @@ class Node:
     ``cpus_used`` and ``ram_used_mib`` are what live attempts hold of them.
     """
 
-    name: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    cpus: float = 0.0
-    ram_mib: int = 0
-    cpus_used: float = 0.0
-    ram_used_mib: int = 0
+    name: Final[str]
+    labels: Final[Mapping[str, str]] = field(default_factory=dict)
+    cpus: Final[float] = 0.0
+    ram_mib: Final[int] = 0
+    cpus_used: Final[float] = 0.0
+    ram_used_mib: Final[int] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,16 @@ memory, and a decision is one search along the class's row.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from brim.core.model import Demand
-from brim.core.placement.cluster import Cluster, Shape, Site
+from brim.core.placement.cluster import EVERYTHING, Cluster, Shape, Site
+from brim.core.placement.columns import Columns, Group
 from brim.core.placement.fit import milli
 from brim.core.placement.mix import Mix
 from brim.core.placement.outlook import Bools, Form, Ints, look
@@ -27,6 +29,9 @@ REMEMBERED = 20_000
 LOGGED = 100_000
 """Rewritten columns that are remembered for classes that wait; when there are more, all classes are tried again."""
 
+TRIES = 5
+"""Sites with too little host RAM that are passed over one by one, before all of them are."""
+
 LOOK_EVERY = 100
 """After so many observations the mix is compared with the one that the scores rest on."""
 
@@ -34,8 +39,7 @@ DRIFT = 0.05
 """They are computed anew once so much of the mix (total variation) has moved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """The best place for a class: devices (by position) of a node, and its score."""
 
     node: str
@@ -48,11 +52,22 @@ class _Column:
     """What classes score at a site, and which of its groups of devices is the best for each."""
 
     scores: Scores
-    firsts: Ints
     starts: list[int]
     """Where the groups begin in the reading."""
+    firsts: dict[int, int] = field(default_factory=dict)
+    """Class → the group that is the best for it, as far as that has been asked for."""
+    groups: Sequence[Group] = ()
+    """What tells which it is."""
     runs: dict[int, list[int]] | None = None
     """Class → places in the reading, where the best is not out of one group."""
+
+    def first(self, row: int) -> int:
+        """The group of devices, out of those with the same score the first, that is the best for a class."""
+        first = self.firsts.get(row)
+        if first is None:
+            changes = [group.change.item(row) for group in self.groups]
+            first = self.firsts[row] = changes.index(max(changes))
+        return first
 
 
 class Board:
@@ -96,13 +111,18 @@ class Board:
 
     def refresh(self) -> None:
         """Take over what has changed in the cluster, in the views, and in the mix if it has drifted."""
-        if self._names is not self.cluster.order() or self._known != len(self.cluster.tasksets) or self._drifted():
+        cluster = self.cluster
+        if (
+            self._names is not cluster.order()
+            or self._known != len(cluster.tasksets)
+            or (self.mix.version >= self._mix_version + LOOK_EVERY and self._drifted())
+        ):
             self._start()
         if len(self._log) > LOGGED:
             self._forget()
         while self._changed:
-            name = self._changed.pop()
-            if name in self._places and not self._read(name):
+            name, bits = self._changed.popitem()
+            if name in self._places and not self._read(name, bits):
                 self._start()
 
     def veil(self, name: str, view: Site | None) -> None:
@@ -111,7 +131,7 @@ class Board:
             self._views.pop(name, None)
         else:
             self._views[name] = view
-        self._changed.add(name)
+        self._changed[name] = EVERYTHING
 
     def moment(self) -> tuple[int, int]:
         """How far the board has come; for `woken`."""
@@ -137,28 +157,32 @@ class Board:
         """The best place for the class as things stood at the last `refresh`; None if it fits nowhere."""
         if not self._names:
             return None
-        line = self._scores[row]
+        line, tries = self._scores[row], 0
         place = int(line.argmax())
-        if line[place] < NONE:
-            return None
-        if ram_mib and ram_mib > self._ram[place]:
-            line = np.where(self._ram >= ram_mib, line, NOWHERE)
+        score = line.item(place)
+        while score >= NONE and ram_mib and ram_mib > self._ram.item(place):
+            line = line if tries else line.copy()
+            line[place if tries < TRIES else self._ram < ram_mib] = NOWHERE
+            tries += 1
             place = int(line.argmax())
-            if line[place] < NONE:
-                return None
+            score = line.item(place)
+        if score < NONE:
+            return None
         column = self._columns[place]
         if row >= len(column.scores):
             self._read(self._names[place])
             column = self._columns[place]
-        order, gpus = self._readings[place].order, self._classes[row][0].gpus
+        found, gpus = self._readings[place].found, self._classes[row][0].gpus
         if column.runs is not None and row in column.runs:
-            positions = sorted([order[at] for at in column.runs[row]])
-        elif gpus == 1:
-            positions = [order[column.starts[column.firsts[row]]]]
+            chosen = [found[at] & 63 for at in column.runs[row]]
+        elif gpus:
+            start = column.starts[column.first(row)]
+            chosen = [mark & 63 for mark in found[start : start + gpus]]
         else:
-            start = column.starts[column.firsts[row]] if gpus else 0
-            positions = sorted(order[start : start + gpus])
-        return Spot(self._names[place], tuple(positions), int(line[place]))
+            chosen = []
+        if gpus > 1:
+            chosen.sort()
+        return Spot(self._names[place], tuple(chosen), score)
 
     def best_at(self, row: int, site: Site) -> Spot | None:
         """The best place for the class at one site, be it as it is, veiled or imagined; memory and executors alone."""
@@ -166,7 +190,7 @@ class Board:
         scores, first = trial.best(self.policy.rate(trial))
         if scores[0] < NONE:
             return None
-        positions = sorted(reading.order[at] for at in trial.places(0, int(first[0])))
+        positions = sorted(reading.found[at] & 63 for at in trial.places(0, int(first[0])))
         return Spot(site.name, tuple(positions), int(scores[0]))
 
     def trial(self, row: int, site: Site) -> tuple[Trial, Reading]:
@@ -178,7 +202,7 @@ class Board:
         return Trial(classes, rooms, self.outlook, runs=runs), reading
 
     def learn(self, classes: Iterable[tuple[Demand, str]]) -> None:
-        """Take in many classes at once."""
+        """Take in many classes at once; rows from before are void."""
         self._classes += {(replace(demand, ram_mib=0), task): None for demand, task in classes}
         self._rows = {key: row for row, key in enumerate(self._classes)}
         self._start()
@@ -195,8 +219,8 @@ class Board:
         self._shares = dict(shares)
         self._mix_version = self.mix.version
         number = len(self._names)
-        self._readings: list[Reading] = [Reading([], [], 0)] * number
-        self._columns: list[_Column] = [_Column(np.zeros(0, np.int32), np.zeros(0, np.int64), [])] * number
+        self._readings: list[Reading] = [Reading((), (), 0)] * number
+        self._columns: list[_Column] = [_Column(np.zeros(0, np.int32), [])] * number
         self._shape: list[tuple[Shape | None, Form]] = [(None, Form((), 0, (0,)))] * number
         self._memory: dict[tuple[object, ...], _Column] = {}
         self._rooms: dict[bool, Rooms] = {}
@@ -219,17 +243,17 @@ class Board:
         return self._views.get(name) or self.cluster[name]
 
     def _drifted(self) -> bool:
-        if self.mix.version < self._mix_version + LOOK_EVERY:
-            return False
+        """Whether the mix is no longer the one that the scores rest on."""
         self._mix_version = self.mix.version
         now = dict(self.mix.shares())
         moved = sum(abs(share - self._shares.get(demand, 0.0)) for demand, share in now.items())
         moved += sum(share for demand, share in self._shares.items() if demand not in now)
         return moved / 2 > DRIFT
 
-    def _read(self, name: str) -> bool:
+    def _read(self, name: str, changed: int = EVERYTHING) -> bool:
         """Bring one site's column up to date; False if the site's shape has not been seen before."""
-        site = self._views.get(name) or self.cluster[name]
+        view = self._views.get(name)
+        site = self.cluster[name] if view is None else view
         place = self._places[name]
         known, form = self._shape[place]
         if site.shape is not known:
@@ -238,7 +262,7 @@ class Board:
                 return False
             form = found
             self._shape[place] = site.shape, found
-        reading = Reading.of(site, self.ahead, self._least_mib, memory=self.memory)
+        reading = self._readings[place].again(site, changed, self.ahead, self._least_mib, self.memory)
         self._readings[place] = reading
         self._rooms.clear()
         self._ram[place] = site.node.ram_mib - site.node.ram_used_mib if site.node.ram_mib > 0 else _UNBOUND
@@ -252,22 +276,36 @@ class Board:
                 self._memory.clear()
             self._memory[key] = column
         self._columns[place] = column
-        rows = len(column.scores)
         scores = column.scores
+        into = self._scores[: len(scores), place]
         if reading.cpu < self._most_cpu:
-            scores = np.where(self._cpu <= reading.cpu, scores, NOWHERE)
-        self._scores[:rows, place] = scores
+            np.minimum(scores, self._within(reading.cpu), out=into)
+        else:
+            into[:] = scores
         self._log.append(place)
         self._recent.clear()
         return True
 
+    def _within(self, cpu: int) -> Scores:
+        """[K] bounds of the scores at a site with so much free CPU: `NOWHERE` for classes that need more."""
+        number = bisect_right(self._cpus, cpu)
+        if number not in self._caps:
+            self._caps[number] = np.where(self._cpu <= cpu, np.iinfo(np.int32).max, NOWHERE).astype(np.int32)
+        return self._caps[number]
+
     def _compute(self, site: Site, reading: Reading, form: Form) -> _Column:
         """The scores of all classes at one site, whatever CPU they need."""
         step_mib, codes = self.outlook.step_mib, reading.codes
-        rooms = Rooms([site], [reading], [form], step_mib)
-        trial = Trial(self._all, rooms, self.outlook)
-        column = _Column(*trial.best(self.policy.rate(trial)), rooms.starts[0])
-        for classes, rows, least_mib in self._several if len(rooms.starts[0]) > 1 else ():
+        if self._parts is not None and self._parts.able(reading):
+            scores, groups, starts = self._parts.column(reading, form)
+            column = _Column(scores, starts, groups=groups)
+        else:
+            rooms = Rooms([site], [reading], [form], step_mib)
+            trial = Trial(self._all, rooms, self.outlook)
+            scores, firsts = trial.best(self.policy.rate(trial))
+            column = _Column(scores, rooms.starts[0], dict(enumerate(firsts.tolist())))
+        several = self._several if len(column.starts) > 1 and codes[-1] >= self._several_mib * 4 else ()
+        for classes, rows, least_mib in several:
             first = bisect_left(codes, least_mib * 4)
             if len(codes) - first < classes.most_gpus or (codes[first] == codes[-1] and len(form.present) == 1):
                 continue
@@ -315,6 +353,11 @@ class Board:
         self._most_cpu = int(self._cpu.max(initial=0))
         self._least_mib = min([1, *[demand.vram_mib for demand in demands if demand.gpus]])
         self._all = self._tabulate(range(len(demands)))
+        worth = self.policy.worth(self.outlook)
+        self._parts = Columns(self._all, self.outlook, worth) if worth is not None else None
+        self._cpus = sorted(self._cpu.tolist())
+        self._caps: dict[int, Scores] = {}
+        """By how many classes need no more CPU."""
         by_gpus: dict[int, list[int]] = {}
         for row, demand in enumerate(demands):
             if demand.gpus > 1:
@@ -323,6 +366,7 @@ class Board:
             (self._tabulate(rows), np.array(rows), min(demands[row].vram_mib for row in rows))
             for rows in by_gpus.values()
         ]
+        self._several_mib = min((least_mib for _, _, least_mib in self._several), default=0)
 
     def _tabulate(self, rows: Iterable[int]) -> Classes:
         classes = [self._classes[row] for row in rows]

