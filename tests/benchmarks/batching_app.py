@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -22,8 +23,10 @@ BASE_S, EACH_S = 0.100, 0.002
 """The simulated model's cost: 100 ms for a batch and 2 ms for each item in it."""
 SIZE, TIMER_S, TICK_S = 32, 0.5, 0.005
 """The fixed batcher's: so many items, or so long after the first."""
-WIDTH, LAYERS, PASSES = 2048, 4, 8
+WIDTH, LAYERS, PASSES = 2048, 4, 16
 """The measured model: square matrices, read as often for a batch as for one item."""
+CALIBRATION = 7
+"""How many batches of a size are timed, after one to warm up."""
 
 app = Celery("bench", broker=os.environ["BENCH_BROKER"], backend=os.environ["BENCH_BROKER"])
 app.conf.broker_transport_options = {"global_keyprefix": PREFIX}
@@ -47,6 +50,18 @@ def load() -> list[Any]:
     """The measured model's weights."""
     random = np.random.default_rng(1)
     return [random.standard_normal((WIDTH, WIDTH), dtype=np.float32) / np.float32(WIDTH**0.5) for _ in range(LAYERS)]
+
+
+def calibrate() -> None:
+    """Print what the measured model takes for one item and for a full batch, in seconds, as JSON."""
+    weights, found = load(), list[float]()
+    for count in (1, SIZE):
+        spent("calibration", count, weights)
+        began = time.monotonic()
+        for _ in range(CALIBRATION):
+            spent("calibration", count, weights)
+        found.append((time.monotonic() - began) / CALIBRATION)
+    print(json.dumps(found))
 
 
 @app.task(name="bench.simulated", base=brim.BatchTask)
