@@ -51,8 +51,12 @@ class ResidentModel:
     state: ExecutorState
     """idle, waiting (its items are being staged) or working (a batch is computed)."""
     reserved_mib: int
+    measured_mib: int | None
+    """What its process uses; null while none has begun."""
     items: int
     """How many items it holds."""
+    batch: int
+    """How many the latest batch began with; what else it holds waits for the next, or is being published."""
     since_s: float
     """Since when it is in its phase; seconds since 1970."""
 
@@ -252,13 +256,22 @@ def _gpu(device: Device, book: Book, facts: Mapping[str, AttemptFacts], executor
         executors=device.executors,
         busy=device.busy,
         tasks=tuple(sorted(tasks, key=lambda task: (task.since_s, task.attempt))),
-        models=tuple(_resident(view) for view in executors if view.device == device.uuid) if executors else (),
+        models=tuple(_resident(view, book) for view in executors if view.device == device.uuid) if executors else (),
     )
 
 
-def _resident(view: ExecutorView) -> ResidentModel:
+def _resident(view: ExecutorView, book: Book) -> ResidentModel:
     return ResidentModel(
-        view.name, view.model, view.version, view.phase, view.state, view.vram_mib, len(view.items), view.since_s
+        name=view.name,
+        model=view.model,
+        version=view.version,
+        phase=view.phase,
+        state=view.state,
+        reserved_mib=view.vram_mib,
+        measured_mib=book.held_mib.get(view.proc, 0) if view.proc else None,
+        items=len(view.items),
+        batch=view.batch,
+        since_s=view.since_s,
     )
 
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,38 @@ def work(self: Task[Any, Any], *, mib: int, seconds: float, retries: int = 0, fa
     if fails:
         raise ValueError("it was told to fail")
     return mib
+
+
+def load() -> None:
+    """The batched task's model takes its memory for as long as its process lives."""
+    simulated.allocate(400)
+
+
+@app.task(
+    name="storm.embed",
+    base=brim.BatchTask,
+    autoretry_for=(KeyError,),
+    max_retries=5,
+    default_retry_delay=0,
+    shared=False,
+)
+def embed(items: Sequence[brim.Item]) -> list[Any]:
+    """Hold memory for each item, as long as the slowest takes; some fail, alone or with their whole batch."""
+    with simulated.allocate(50 * len(items)):
+        time.sleep(max(float(item.kwargs["seconds"]) for item in items))
+    answers: list[Any] = []
+    for item in items:
+        number, fault = int(item.kwargs["number"]), str(item.kwargs["fault"])
+        if fault == "raises":
+            raise ValueError(f"{number} makes its batch raise")
+        if fault == "retried" and random.random() < 0.7:
+            answers.append(brim.Failed(KeyError(number)))
+        else:
+            answers.append(brim.Failed(ValueError(number)) if fault == "fails" else number)
+    return answers
+
+
+embed.load = load
 
 
 @app.task(name="storm.hold", bind=True, shared=False)

@@ -45,7 +45,8 @@ class Resident:
     boot: str = ""
     proc: str = ""
     ceiling: float | None = None
-    ahead: bool = False
+    batch: int = 0
+    ahead: int = 0
     items: dict[str, bool] = field(default_factory=dict)
 
 
@@ -151,13 +152,15 @@ class Model:
 
     def note_start(self, name: str) -> None:
         if name in self.executors:
-            self.executors[name].ahead = False
+            executor = self.executors[name]
+            executor.batch, executor.ahead = executor.ahead or executor.batch, 0
 
     def claim(self, name: str, boot: str, proc: str, items: Sequence[tuple[str, str]], ahead: bool | None) -> list[str]:
         executor = self.executors.get(name)
         answers = [self._claim(executor, boot, proc, *pair) for pair in items]
         if executor is not None and ahead is not None:
-            executor.ahead = ahead and "granted" in answers
+            executor.ahead = answers.count("granted") if ahead else 0
+            executor.batch = executor.batch if ahead else answers.count("granted")
         return answers
 
     def _claim(self, executor: Resident | None, boot: str, proc: str, task_id: str, attempt: str) -> str:

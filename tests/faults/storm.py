@@ -1,9 +1,10 @@
 """A random storm over a real cluster: `make test-faults STORM_SECONDS=600 SEED=1`.
 
-Producers publish a mixed workload while one process after the other is killed, paused, or cut off from the server,
-and the server itself is killed now and then (it runs with ``appendfsync always``). When it is over, everything that
-was published must have come to exactly one end, the books must be clean, no device may ever have refused memory, and
-every result must be there. Seeds fix what is published and which faults are drawn; the machine decides the rest.
+Producers publish a mixed workload, batched tasks among it, while one process after the other is killed, paused, or cut
+off from the server, and the server itself is killed now and then (it runs with ``appendfsync always``). When it is
+over, everything that was published must have come to exactly one end, the books must be clean, no device may ever have
+refused memory, and every result must be there. Seeds fix what is published and which faults are drawn; the machine
+decides the rest.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from faults.cluster import Cluster
 
 FAULTS = {
     "executor": 24,
+    "model_executor": 12,
     "worker": 8,
     "agent": 4,
     "intake": 18,
@@ -52,7 +54,7 @@ FAULTS = {
     "scripts": 5,
 }
 """What strikes, and how often compared with the others."""
-MIX = {"work": 70, "long": 12, "chain": 10, "late": 8}
+MIX = {"work": 70, "long": 12, "chain": 10, "late": 8, "items": 12}
 """What is published, and how often compared with the rest."""
 MIX_OF_SEVERAL = {**MIX, "pair": 25, "whole": 8}
 """The same where nodes have several devices: tasks on two of them, and with one to themselves."""
@@ -75,6 +77,8 @@ LOOK_S = 1.0
 """Between two looks whether what was switched off has shown; what is under way differs in one of them at most."""
 SEEN_S = 0.2
 """Between two looks whether a device is up."""
+BURST = 8
+"""Most items of a batched task that are published at once."""
 LATEST_S = 240.0
 """How long everything may take to come to its end once the storm is over."""
 
@@ -95,6 +99,10 @@ class Figures:
     restarts: int = 0
     attempts: int = 0
     attempts_lost: int = 0
+    items: int = 0
+    """Those of the tasks that are batched."""
+    executors_started: int = 0
+    """Model executors: one goes when it is killed, when nobody uses it, and when its memory is wanted."""
     longest_down_s: float = 0.0
     """The longest time in which no device was up, or none could be seen."""
     longest_recovery_s: float = 0.0
@@ -145,6 +153,9 @@ class Producer(threading.Thread):
 
     def _publish(self) -> None:
         kind = self._draw.choices(list(self._mix), list(self._mix.values()))[0]
+        if kind == "items":
+            self._publish_items()
+            return
         options: dict[str, Any] = {}
         if kind == "late":
             options["countdown"] = self._draw.uniform(0.5, 4.0)
@@ -161,9 +172,26 @@ class Producer(threading.Thread):
                 options["headers"] = {"brim": DEMANDS[kind]}
             task = self._task(*bounds, **options)
             ids = [task.options["task_id"]]
+        self._send(task)
+        self.ids += ids
+
+    def _publish_items(self) -> None:
+        """A burst for the batched task; some items fail by themselves, some make their whole batch raise."""
+        for _ in range(self._draw.randint(1, BURST)):
+            fault = self._draw.choices(["", "fails", "raises", "retried"], [85, 5, 5, 5])[0]
+            kwargs = {"number": self._draw.randint(0, 1000), "seconds": self._draw.uniform(0.0, 0.5), "fault": fault}
+            options = {"task_id": self._id(), "priority": self._draw.choice([0, 3, 6, 9])}
+            if self._draw.random() < 0.05:
+                options["expires"] = self._draw.uniform(1.0, 20.0)
+            self._send(self._app.signature("storm.embed", kwargs=kwargs, immutable=True, options=options))
+            self.ids.append(options["task_id"])
+
+    def _send(self, task: Signature) -> None:
         while not self._accepted(task):
             time.sleep(0.2)
-        self.ids += ids
+
+    def _id(self) -> str:
+        return str(uuid.UUID(int=self._draw.getrandbits(128)))
 
     def _accepted(self, task: Signature) -> bool:
         try:
@@ -180,7 +208,7 @@ class Producer(threading.Thread):
             "retries": draw.choices([0, 1, 2], [80, 15, 5])[0],
             "fails": draw.random() < 0.04,
         }
-        options |= {"task_id": str(uuid.UUID(int=draw.getrandbits(128))), "priority": draw.choice([0, 3, 6, 9])}
+        options |= {"task_id": self._id(), "priority": draw.choice([0, 3, 6, 9])}
         return self._app.signature("storm.work", kwargs=arguments, immutable=True, options=options)
 
 
@@ -305,6 +333,9 @@ class Storm:
             case "busy_executor":
                 attempts, _ = self.cluster.store.books([device.uuid for device in self.cluster.store.devices()])
                 return sorted({int(attempt.proc.partition(".")[0]) for attempt in attempts if attempt.proc})
+            case "model_executor":
+                procs = (view.proc for view in self.cluster.store.executors() if view.proc)
+                return sorted(int(proc.partition(".")[0]) for proc in procs)
             case "worker":
                 return sorted(self.cluster.workers())
             case "agent":
@@ -418,11 +449,16 @@ class Storm:
             if len(_ends(stories[task_id])) > 1:
                 figures.double_finished += 1
                 self._example(f"finished twice: {task_id}", stories[task_id])
-            self._count_recoveries(stories[task_id], placed_ms)
+            if record is not None and record.task == "storm.embed":
+                figures.items += 1
+                figures.attempts_lost += sum(line["event"] == "lost" for line in stories[task_id])
+            else:  # an item waits for a model executor to be started, if need be, and for its model's pause
+                self._count_recoveries(stories[task_id], placed_ms)
+        figures.executors_started = sum(line["event"] == "wanted" for line in store.residency())
         differences = store.audit()
         differences = differences and [d for d in store.audit() if d in differences]
         figures.audit_differences = len(differences)
-        excess = list(overcommitted(stories.values(), store.devices()))
+        excess = list(overcommitted(stories.values(), store.devices(), store.residency()))
         for uuid_, seen in self.cluster.witnesses().items():
             if seen.refused or seen.peak_mib > seen.total_mib:
                 excess.append(f"{uuid_} refused {seen.refused} allocations, held {seen.peak_mib} of {seen.total_mib}")

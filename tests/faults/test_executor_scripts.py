@@ -12,6 +12,7 @@ import itertools
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -180,8 +181,18 @@ class ExecutorScripts(RuleBasedStateMachine):
                 self.stores[client].commit_items(epoch, [commit])
             return
         assert self.stores[client].commit_items(epoch, [commit]) == [expected]
-        if expected == "committed":
+        if expected == "committed" and commit not in self.commits:
             self.commits.append(commit)
+            self.mirror_commit(commit)
+
+    def mirror_commit(self, commit: CommitItem) -> None:
+        """Placement knows what it has committed itself."""
+        taker = self.mirror[commit.executor]
+        self.mirror[taker.name] = replace(taker, items=[*taker.items, commit.item])
+        if commit.source is not None:
+            sibling = self.mirror[commit.source[0]]
+            kept = [item for item in sibling.items if item.attempt != commit.source[1]]
+            self.mirror[sibling.name] = replace(sibling, items=kept)
 
     @rule(client=clients, holder=st.sampled_from(["p", "q"]))
     def fail_over(self, client: int, holder: str) -> None:
@@ -279,7 +290,8 @@ class ExecutorScripts(RuleBasedStateMachine):
     # -- agents, users ---------------------------------------------------------------------------------------
 
     def held_by(self, name: str) -> list[tuple[str, str]]:
-        return [(i, item.attempt) for i, item in self.model.items.items() if item.executor == name and item.attempt]
+        found = [(task_id, item) for task_id, item in self.model.items.items() if item.executor == name]
+        return [(task_id, item.attempt) for task_id, item in found if item.attempt and item.state in LIVE]
 
     def views_of(self, task_id: str) -> list[AttemptView]:
         """An item as its agent or placement would see it now."""
@@ -364,7 +376,7 @@ class ExecutorScripts(RuleBasedStateMachine):
         for name, executor in model.executors.items():
             view = views[name]
             assert (view.phase, view.boot, view.proc) == (executor.state, executor.boot, executor.proc)
-            assert (view.ceiling, view.ahead) == (executor.ceiling, executor.ahead)
+            assert (view.ceiling, view.batch, view.ahead) == (executor.ceiling, executor.batch, executor.ahead > 0)
             assert {item.attempt: item.sealed for item in view.items} == executor.items
             assert store.client.llen(self.queue(name)) == model.pushed.get(name, 0)
         records = {record.task_id: record for record in store.records(sorted(model.items))}
@@ -387,13 +399,7 @@ class ExecutorScripts(RuleBasedStateMachine):
         self.mirror |= {view.name: view for view in changes.executors}
         for name in changes.gone_executors:
             self.mirror.pop(name, None)
-        told, there = (
-            {
-                name: (view.phase, view.ceiling, view.ahead, {item.attempt: item.sealed for item in view.items})
-                for name, view in found.items()
-            }
-            for found in (self.mirror, views)
-        )
+        told, there = ({name: _mirrored(view) for name, view in found.items()} for found in (self.mirror, views))
         assert told == there
 
     def teardown(self) -> None:
@@ -413,6 +419,11 @@ class ExecutorScripts(RuleBasedStateMachine):
                 connection.close()
 
 
+def _mirrored(view: ExecutorView) -> tuple[object, ...]:
+    """What placement goes by."""
+    return view.phase, view.ceiling, view.batch, view.ahead, {item.attempt: item.sealed for item in view.items}
+
+
 def _unless_fenced(call: Callable[[], T]) -> T | str:
     try:
         return call()
@@ -425,7 +436,7 @@ def test_the_scripts_of_executors_do_what_the_model_says(valkey_url: str) -> Non
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: ExecutorScripts(valkey_url),
         settings=settings(
-            max_examples=LONG or 30,
+            max_examples=LONG or 25,
             stateful_step_count=50,
             deadline=None,
             phases=set(Phase) if LONG else set(Phase) - {Phase.shrink, Phase.explain},

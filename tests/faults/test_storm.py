@@ -20,6 +20,8 @@ def test_brim_holds_in_a_storm(seed: int, tmp_path: Path) -> None:
     assert figures.held, f"{figures}\nreplay: {replay(figures)}"
     assert figures.tasks > 10
     assert figures.kills > 0
+    assert figures.items > 0
+    assert figures.executors_started > 0
 
 
 @pytest.mark.large

@@ -86,6 +86,28 @@ def test_it_shows_what_runs_what_waits_and_why(browser: webdriver.Chrome, stack:
     shot(browser, "desktop")
 
 
+def test_it_shows_resident_models_and_what_they_are_doing(browser: webdriver.Chrome, stack: Stack) -> None:
+    opened(browser, stack)
+    tags = [{"name": "vision.tag", "kwargs": {"text": "a photo"}}] * 400
+    with stack.api as api:
+        assert len(api.post("/v1/tasks:batch", json={"tasks": tags}).json()["tasks"]) == 400
+    wait_until(lambda: "working on " in model_chip(browser), what="it computes a batch", timeout_s=30)
+    shot(browser, "models")
+    wait_until(lambda: "idle" in model_chip(browser) and text(browser, "#waiting") == "0", what="it has nothing to do")
+    assert browser.execute_script("return document.querySelectorAll('.gpu rect.model').length") == 1
+    title = str(browser.execute_script("return document.querySelector('.gpu rect.model title').textContent"))
+    assert title.startswith("tagger: ")
+    assert title.endswith("; idle")
+    browser.execute_script("document.querySelector('.gpu:has(rect.model)').click()")
+    seen(browser, "#device .models", "tagger")
+    seen(browser, "#device .models .doing", "idle")
+
+
+def model_chip(browser: webdriver.Chrome) -> str:
+    found: str = browser.execute_script("return document.querySelector('.gpu:has(rect.model) .chips')?.innerText ?? ''")
+    return found
+
+
 def test_it_is_readable_on_a_phone_and_in_the_dark(browser: webdriver.Chrome, stack: Stack, busy: list[str]) -> None:
     opened(browser, stack, 390, 844)
     seen(browser, ".chips", "vision.caption")

@@ -85,6 +85,7 @@ def load_executor(fields: Mapping[bytes, bytes]) -> ExecutorView | None:
         ceiling=float(fields[b"ceiling"]) if b"ceiling" in fields else None,
         reason=load_reason(fields.get(b"reason")),
         deadline_s=seconds(fields.get(b"deadline_ms")),
+        batch=int(fields.get(b"batch", 0)),
         ahead=b"ahead" in fields,
         items=[_held(name[2:].decode(), model, value) for name, value in fields.items() if name.startswith(b"i:")],
     )

@@ -221,8 +221,8 @@ class ExecutorView(WantedExecutor):
     """A model executor as it stands in Redis. Times are server seconds.
 
     ``boot`` and ``proc`` are empty while no process has begun; ``ceiling`` is what it has learned (see
-    `brim.core.batching.Ceiling`). ``deadline_s`` is when what it computes hits its hard time limit. ``ahead``: a batch
-    is claimed beside the one that it computes.
+    `brim.core.batching.Ceiling`). ``deadline_s`` is when what it computes hits its hard time limit. ``batch`` is how
+    many items its latest batch began with; ``ahead``: another one is claimed beside that.
     """
 
     phase: Phase
@@ -233,6 +233,7 @@ class ExecutorView(WantedExecutor):
     ceiling: float | None = None
     reason: Reason | None = None
     deadline_s: float | None = None
+    batch: int = 0
     ahead: bool = False
     items: Sequence[HeldItem] = ()
 

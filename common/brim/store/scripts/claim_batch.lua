@@ -31,9 +31,10 @@ end
 if redis.call('EXISTS', KEYS[1]) == 1 then
   redis.call('HSET', KEYS[1], 'used_ms', integer(now))
   if ARGV[4] == '1' and granted > 0 then
-    redis.call('HSET', KEYS[1], 'ahead', '1')
+    redis.call('HSET', KEYS[1], 'ahead', granted)
   elseif ARGV[4] ~= '' then
     redis.call('HDEL', KEYS[1], 'ahead')
+    if ARGV[4] == '0' then redis.call('HSET', KEYS[1], 'batch', granted) end
   end
 end
 changed(KEYS[3], KEYS[4], 'x:' .. ARGV[3])

@@ -27,6 +27,15 @@ export function span(seconds) {
   return `${(seconds / 3600).toFixed(1)} h`;
 }
 
+export const label = (model) => (model.version ? `${model.model}@${model.version}` : model.model);
+
+// What a model executor is doing, in words.
+export function doing(model) {
+  if (model.phase !== "up") return model.phase;
+  if (model.state !== "working") return model.items ? `${model.state}, holds ${model.items}` : model.state;
+  return `working on ${model.batch}, holds ${model.items}`;
+}
+
 function svg(tag, attributes) {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -64,6 +73,11 @@ export function parts(gpu) {
   };
   add("external", gpu.external_mib, `external: ${gib(gpu.external_mib)}`);
   let tasks = 0;
+  for (const model of gpu.models) {
+    const mib = Math.max(model.reserved_mib, model.measured_mib ?? 0);
+    add("model", mib, `${label(model)}: ${gib(model.reserved_mib)} reserved, ${gib(model.measured_mib ?? 0)} measured; ${doing(model)}`);
+    tasks += mib;
+  }
   for (const task of gpu.tasks) {
     const measured = task.measured_mib ?? 0;
     const title = `${task.task}: ${gib(task.reserved_mib)} reserved, ${gib(measured)} measured`;
@@ -121,21 +135,22 @@ export class GpuRow {
   }
 
   names(now_s) {
-    const tasks = this.gpu.tasks;
+    const { tasks, models } = this.gpu;
     if (!this.chips) {
       this.chips = make("span", { class: "chips" });
       this.element.append(this.chips);
     }
-    while (this.chips.childElementCount > tasks.length) this.chips.lastChild.remove();
-    tasks.forEach((task, i) => {
+    const age = (task) => (task.state === "running" ? span(Math.max(0, now_s - task.since_s)) : task.state);
+    const names = [...models.map((model) => [label(model), model, doing(model)]), ...tasks.map((task) => [task.task, task, age(task)])];
+    while (this.chips.childElementCount > names.length) this.chips.lastChild.remove();
+    names.forEach(([name, { reserved_mib, measured_mib }, what], i) => {
       let chip = this.chips.children[i];
       if (!chip) {
         chip = make("span", {}, make("b"), make("span"));
         this.chips.append(chip);
       }
-      text(chip.firstChild, task.task);
-      const age = task.state === "running" ? span(Math.max(0, now_s - task.since_s)) : task.state;
-      text(chip.lastChild, ` ${gib(Math.max(task.reserved_mib, task.measured_mib ?? 0))}, ${age}`);
+      text(chip.firstChild, name);
+      text(chip.lastChild, ` ${gib(Math.max(reserved_mib, measured_mib ?? 0))}, ${what}`);
     });
   }
 }

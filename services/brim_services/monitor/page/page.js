@@ -1,7 +1,7 @@
 // The monitor page: what the events say, drawn where it can be seen, at most once a frame.
 
 import { Problem, ask, useToken } from "./stream.js";
-import { GpuRow, gib, make, span, sparkline, text } from "./draw.js";
+import { GpuRow, doing, gib, label, make, span, sparkline, text } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const ROOMY = 32; // up to so many GPUs there is room for the names of their tasks
@@ -350,11 +350,15 @@ async function act(path, method, done) {
 function showDevice(gpu) {
   text($("device-title"), `GPU ${gpu.node}.${gpu.index}`);
   const task = (t) => make("tr", {}, make("td", { class: `state ${t.state}` }, t.state), make("td", {}, t.task), make("td", {}, link(t.task_id).element()), make("td", { class: "n" }, gib(t.reserved_mib)), make("td", { class: "n" }, t.measured_mib === null ? "" : gib(t.measured_mib)), make("td", { class: "n" }, span(Math.max(0, now_s - t.since_s))));
+  const model = (m) => make("tr", { title: m.name }, make("td", {}, label(m)), make("td", { class: "doing" }, doing(m)), make("td", { class: "n" }, gib(m.reserved_mib)), make("td", { class: "n" }, m.measured_mib === null ? "" : gib(m.measured_mib)), make("td", { class: "n" }, span(Math.max(0, now_s - m.since_s))));
   $("device-body").replaceChildren(
     facts({
       model: gpu.model, UUID: gpu.uuid, state: gpu.state, capacity: gib(gpu.total_mib), available: gib(gpu.available_mib), reserved: gib(gpu.reserved_mib), measured: gib(gpu.measured_mib),
       external: gib(gpu.external_mib), headroom: gib(gpu.headroom_mib), executors: `${gpu.busy} of ${gpu.executors} busy`,
     }),
+    gpu.models.length
+      ? make("div", { class: "scroll" }, make("table", { class: "models" }, make("thead", {}, make("tr", {}, ...["model", "is", "reserved", "measured", "for"].map((name, i) => make("th", { scope: "col", class: i > 1 ? "n" : "" }, name)))), make("tbody", {}, ...gpu.models.map(model))))
+      : "",
     gpu.tasks.length
       ? make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...["state", "task", "id", "reserved", "measured", "age"].map((name, i) => make("th", { scope: "col", class: i > 2 ? "n" : "" }, name)))), make("tbody", {}, ...gpu.tasks.map(task))))
       : make("p", { class: "empty" }, "No task is on it."),
