@@ -50,7 +50,7 @@ WINDOW = 64
 """How many tasks of a lane the mirror holds; more are fetched when these are placed."""
 HOUSEKEEPING_S = 1.0
 GATHER_S = 0.01
-"""Least time from one plan to the next while every model executor is working and no other task waits."""
+"""Least time from one plan to the next while executors lack nothing: see `PlacementService._gather`."""
 CHECK_S = 30.0
 """Between two looks at the books of all devices."""
 NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
@@ -66,6 +66,8 @@ class Mirror:
     cluster: Cluster = field(default_factory=Cluster)
     lanes: dict[str, LaneWindow] = field(default_factory=dict)
     nodes: dict[str, NodeView] = field(default_factory=dict)
+    hungry: set[str] = field(default_factory=set)
+    """Devices in service that have less behind their busy executors than one task for each."""
 
     def apply(self, changes: Changes) -> None:
         """Takes over what has changed; a lane that is empty now is dropped."""
@@ -76,10 +78,12 @@ class Mirror:
             self.nodes[view.node.name] = view
         for device in changes.devices:
             self.cluster.update(device)
+            self._weigh(device)
             if not device.busy:
                 self.cluster.began(device.uuid, ())
         for uuid_ in changes.gone_devices:
             self.cluster.remove(uuid_)
+            self.hungry.discard(uuid_)
         for name in {view.node.name for view in changes.nodes} | {device.node for device in changes.devices}:
             self._count_host(name)
         for window in changes.lanes:
@@ -87,6 +91,13 @@ class Mirror:
                 self.lanes[window.lane] = window
             else:
                 self.lanes.pop(window.lane, None)
+
+    def _weigh(self, device: Device) -> None:
+        """Says whether a device may soon have an idle executor."""
+        if device.state == "up" and device.busy < 2 * device.executors:
+            self.hungry.add(device.uuid)
+        else:
+            self.hungry.discard(device.uuid)
 
     def _count_host(self, name: str) -> None:
         """What the attempts on a node's devices hold of its CPUs and RAM, as the table says."""
@@ -110,6 +121,8 @@ class Mirror:
         self.cluster.reserve(placement.devices, placement.demand)
         for uuid_ in placement.devices:
             self.cluster.began(uuid_, (*self.cluster.placed_s.get(uuid_, ()), now_s))
+            if (device := self.cluster.device(uuid_)) is not None:
+                self._weigh(device)
         self.cluster.settle()
         self.drop(placement.lane, placement.task_id)
 
@@ -126,6 +139,14 @@ class Mirror:
         for lane in [lane for lane, window in self.lanes.items() if not window.depth]:
             del self.lanes[lane]
         return [lane for lane, window in self.lanes.items() if not window.waiting]
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """An attempt that was placed behind the busy executors of its device; ``lane``: as if it were alone in it."""
+
+    attempt: str
+    lane: Lane
 
 
 class PlacementService:
@@ -150,8 +171,8 @@ class PlacementService:
         self.batches = Batches(store, settings, self._next_attempt)
         self._noted: dict[str, tuple[str, Reason]] = {}
         self._unfit_since: dict[str, float] = {}
-        self._behind: dict[str, tuple[Placement, Lane]] = {}
-        """Attempts that wait behind busy executors, with the lane that they came from, as if alone in it."""
+        self._behind: dict[str, list[Behind]] = {}
+        """What was placed behind the busy executors of a device, in that order."""
         self._idled = False
         """Whether a device with an idle executor is among what has changed since `_call_back`."""
         self._server_ahead_s = 0.0
@@ -188,9 +209,16 @@ class PlacementService:
             self._step_down()
 
     def _gather(self) -> None:
-        """Lets changes gather for a moment where they can start nothing now: all that could is computing batches."""
-        ordinary = any(window.key is None and window.waiting for window in self.mirror.lanes.values())
-        if self.batches.is_patient and not ordinary:
+        """Lets changes gather for a moment while none of them could start anything now.
+
+        So it is when every busy executor has its next task already, and every model executor is computing. What is
+        waiting beside them then is their items, or may wait for a departure.
+        """
+        fed = not self.mirror.hungry
+        if self.batches.executors:
+            ordinary = any(window.key is None and window.waiting for window in self.mirror.lanes.values())
+            fed = self.batches.is_patient and (fed or not ordinary)
+        if fed:
             time.sleep(max(0.0, self._placed_s + GATHER_S - time.monotonic()))
 
     def resign(self) -> None:
@@ -244,7 +272,7 @@ class PlacementService:
         self._stale = False
 
     def _find_behind(self) -> None:
-        """Learns which attempts wait behind busy executors, the last placed first: another may have put them there.
+        """Learns which attempts wait behind busy executors: another may have put them there.
 
         Attempts on several devices do not wait for executors of theirs: each gets a worker of its own.
         """
@@ -252,13 +280,10 @@ class PlacementService:
         found = (v for v in self.store.books(full)[0] if len(v.devices) == 1)
         views = {v.task_id: v for v in found if v.state in (State.PLACED, State.CLAIMED)}
         self._behind = {}
-        for record in self.store.records(sorted(views, key=lambda task_id: -views[task_id].placed_s)):
+        for record in self.store.records(sorted(views, key=lambda task_id: views[task_id].placed_s)):
             view = views[record.task_id]
-            placement = Placement(
-                record.task_id, view.lane, record.node or "", view.devices, record.demand, behind=True
-            )
             waiting = Waiting(record.task_id, record.priority, record.admitted_s)
-            self._behind[view.attempt] = placement, Lane(view.lane, record.task, record.demand, [waiting])
+            self._note_behind(view.devices[0], view.attempt, Lane(view.lane, record.task, record.demand, [waiting]))
 
     def _hear(self, changes: Changes) -> None:
         """Takes over changes that have just been read, and the server's clock with them."""
@@ -365,10 +390,11 @@ class PlacementService:
                 self.metrics.wait_seconds.labels(window.task).observe(max(0.0, waited_s))
                 ids = about(placement.task_id, commit.attempt, ",".join(placement.devices), commit.node)
                 log.info("%s placed on %s", window.task, commit.queue, extra=ids)
+                self.mirror.placed(placement, now_s)
                 if placement.behind and len(placement.devices) == 1:
                     waiting = next(Waiting(*task) for task in window.waiting if task[0] == placement.task_id)
-                    self._behind[commit.attempt] = placement, Lane(window.lane, window.task, window.demand, [waiting])
-                self.mirror.placed(placement, now_s)
+                    lane = Lane(window.lane, window.task, window.demand, [waiting])
+                    self._note_behind(placement.devices[0], commit.attempt, lane)
                 queue = commit.queue.removeprefix(self.settings.broker.global_keyprefix)
                 self.told(placement.task_id, window.task, queue, now_s)
             elif answer.status == "stale":
@@ -412,18 +438,32 @@ class PlacementService:
 
         One of each lane at a time, as its tasks are alike: the next plan places it.
         """
-        tried = set()
         idled, self._idled = self._idled, False
-        for attempt, (placement, lane) in list(self._behind.items()):
-            devices = [self.mirror.cluster.device(uuid_) for uuid_ in placement.devices]
-            if all(device is None or device.busy <= device.executors for device in devices):
-                del self._behind[attempt]  # it can begin where it is
-            elif idled and lane.key not in tried:
-                tried.add(lane.key)
-                plan = self.planner.plan(self.mirror.cluster, [lane], now_s, self.promises)
+        if not idled:
+            return
+        tried = set()
+        for uuid_ in list(self._behind):
+            self._behind[uuid_] = self._still_behind(uuid_)
+            for behind in reversed(self._behind[uuid_]):
+                if behind.lane.key in tried:
+                    continue
+                tried.add(behind.lane.key)
+                plan = self.planner.plan(self.mirror.cluster, [behind.lane], now_s, self.promises)
                 if any(not start.behind for start in plan.placements):
-                    del self._behind[attempt]
-                    self._take_back(attempt, placement.devices)
+                    self._behind[uuid_].remove(behind)
+                    self._take_back(behind.attempt, [uuid_])
+            if not self._behind[uuid_]:
+                del self._behind[uuid_]
+
+    def _note_behind(self, uuid_: str, attempt: str, lane: Lane) -> None:
+        self._behind.setdefault(uuid_, []).append(Behind(attempt, lane))
+        self._behind[uuid_] = self._still_behind(uuid_)
+
+    def _still_behind(self, uuid_: str) -> list[Behind]:
+        """Those that have no executor yet: as many of the last placed ones as there are more than executors."""
+        device = self.mirror.cluster.device(uuid_)
+        more = max(0, device.busy - device.executors) if device is not None else 0
+        return self._behind[uuid_][-more:] if more else []
 
     def _take_back(self, attempt: str, devices: Sequence[str]) -> None:
         views, _ = self.store.books(devices)
