@@ -33,6 +33,8 @@ log = logging.getLogger("brim.intake")
 
 IDLE_S = 0.5
 """Longest time between two looks at what no bell rings for: signatures and etas."""
+GATHER_S = 0.005
+"""Least time from one look to the next while tasks wait in overflow: another one is not in a hurry."""
 FULL_S = 0.1
 """Time between two looks for room in overflow when it is full."""
 
@@ -84,7 +86,7 @@ class Intake:
         self._stop = stop
         self._published = False
         self._full = False
-        self._learnt_s = -math.inf
+        self._learnt_s = self._unhurried_s = -math.inf
 
     def lost_touch(self) -> None:
         """The table is published again: the server may have lost it."""
@@ -100,12 +102,15 @@ class Intake:
             self.learned.refresh(self.table.profiles)
             self._gpu_mib = whole_gpu_mib(self.store.devices()) or self._gpu_mib
             self._learnt_s = time.monotonic()
+        self._stop.wait(max(0.0, self._unhurried_s - time.monotonic()))
         batch = self.settings.intake.batch
         seen = self.store.look(self.lists, 1 if self._full else batch)
         if due := seen.next_eta_s is not None and seen.next_eta_s <= seen.now_s:
             self.store.release_due(batch)
         room = self.settings.intake.level1_limit - seen.waiting
         self._full = room <= 0
+        if seen.waiting:
+            self._unhurried_s = time.monotonic() + GATHER_S
         if self._full:
             self._stop.wait(FULL_S)
         elif not self.admit(seen.messages[:room]) and not due:

@@ -22,7 +22,7 @@ from celery.result import AsyncResult
 import brim
 from brim.celery.envelope import INTAKE_QUEUE
 from brim.core.model import Reason, State
-from brim.store.types import AdmitAnswer, LoseAnswer, Record
+from brim.store.types import LoseAnswer, Record
 from support.celery_app import WorkerProcess, configure, worker
 from support.stage import VRAM_MIB, Stage, device_uuid, settings_for, worker_environment
 from support.valkey import own_server, url_of
@@ -214,7 +214,6 @@ class TestRevoked:
     def test_while_it_runs(self, plant: Plant) -> None:
         result = plant.send("sleep", 30)
         plant.stage.until(result.id, State.RUNNING)
-        assert plant.stage.unacked() == 1
 
         result.revoke(terminate=True)
 
@@ -330,11 +329,9 @@ def test_an_unknown_task_is_answered_with_its_whole_request(plant: Plant) -> Non
 def test_an_executor_that_dies_leaves_its_attempt_to_the_agent(plant: Plant) -> None:
     result = plant.send("exit", 3)
     plant.stage.until(result.id, State.RUNNING)
-    intake = plant.stage.layout.list_for(0)
-    wait_until(lambda: plant.stage.client.llen(intake) == 1, what="Celery has put the message back into intake")
+    wait_until(lambda: "exitcode 3" in plant.worker.log, what="Celery has seen it")
 
-    assert plant.stage.admit() == [(result.id, AdmitAnswer.REDELIVERY)]
-
+    assert plant.stage.admit() == []
     assert plant.stage.record(result.id).state is State.RUNNING
     assert plant.stage.lose(plant.stage.view(result.id), max_attempts=1) is LoseAnswer.DEAD
     assert result.state == "PENDING"
@@ -382,7 +379,6 @@ def test_the_worker_shows_its_device_to_flower(plant: Plant) -> None:
     gpu = stats["gpu"]
     assert (gpu["uuid"], gpu["total_mib"], gpu["executors"]) == (plant.stage.identity.devices[0], 8192, 2)
     assert gpu["available_mib"] == 8192 - 192 - gpu["committed_mib"]
-    assert stats["prefetch_count"] == 3, "two executors, and one behind them"
 
 
 @pytest.mark.large

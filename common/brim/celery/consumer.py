@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ log = get_logger("brim.worker")
 
 MOST_AT_ONCE = 64
 EVENTS_S = 0.05
-"""How long a model executor gathers events."""
+"""How long a worker gathers events: sending one costs as much as sending all."""
 
 NOT_OURS = (Ignore, Retry, WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)
 """What executors or agents deal with: nothing is published about the task in the main process."""
@@ -244,7 +245,7 @@ class _Handing:
 def item_strategy(executor: ModelExecutor, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
     """The task's own strategy; it is claimed with its batch. Other executors' items are let go silently.
 
-    Nothing is acknowledged: see `ExecutorStep`.
+    Nothing is acknowledged: see `BrimStep`.
     """
     handle = instantiate(inner, task, app, _Handing(consumer, executor.arrive), **options)
     key, draining = executor.attempts.key, list[bool]()
@@ -283,23 +284,21 @@ def _nothing(*_: Any) -> None:
 
 
 class BrimStep(bootsteps.StartStopStep):
-    """In the consumer: prepares the tasks, keeps reserved messages from being redelivered, tells Flower.
+    """In the consumer: prepares the tasks, sees to it that no message is redelivered, tells Flower.
 
-    Celery's transport gives an unacknowledged message to somebody else after its visibility timeout; renewing
-    its entry means that this never strikes a worker that lives.
+    The worker of one device takes its messages without acknowledgement, which is most of what a message costs: what is
+    lost with this process, its agent puts back (ADR 0010). Several workers may serve one set of devices, and each must
+    leave the others theirs, so there Celery's transport keeps count of what is not acknowledged. It gives that to
+    somebody else after its visibility timeout; renewing its entry means that this never strikes a worker that lives.
     """
 
     name: Any = "brim"
     requires: Any = ("celery.worker.consumer.tasks:Tasks",)
     attempts: Attempts
     devices: tuple[str, ...]
-    ahead = 0
-    """Messages fetched beyond one an executor: what waits behind them is here, and claimed, when one is free."""
-
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
-        self._timer: Any = None
-        consumer.initial_prefetch_count += self.ahead
+        self._timers: list[Any] = []
         self._prepare(consumer.app.tasks.values())
         for hook in ("on_unknown_task", "on_invalid_task"):
             setattr(consumer, hook, self._answering(consumer, getattr(consumer, hook), message_at=1))
@@ -309,15 +308,23 @@ class BrimStep(bootsteps.StartStopStep):
         prepare(tasks, self.attempts)
 
     def start(self, consumer: Any) -> None:
-        """Renew from now on, on this connection."""
-        every_s = consumer.task_consumer.channel.visibility_timeout / 4
-        self._timer = consumer.timer.call_repeatedly(every_s, renew, (consumer,))
+        """Before messages are consumed on this connection."""
+        if len(self.devices) == 1:
+            consumer.task_consumer.no_ack = True
+        else:
+            every_s = consumer.task_consumer.channel.visibility_timeout / 4
+            self._timers.append(consumer.timer.call_repeatedly(every_s, renew, (consumer,)))
+        if consumer.event_dispatcher is not None:
+            consumer.event_dispatcher.on_send_buffered = None
+            self._timers.append(consumer.timer.call_repeatedly(EVENTS_S, flush, (consumer.event_dispatcher,)))
 
     def stop(self, consumer: Any) -> None:
         """The connection is going."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        while self._timers:
+            self._timers.pop().cancel()
+        if consumer.event_dispatcher is not None:
+            with suppress(*consumer.connection_errors):
+                flush(consumer.event_dispatcher)
 
     def info(self, consumer: Any) -> dict[str, Any]:
         """Its devices in the availability table, for ``inspect stats`` and Flower's page of the worker.
@@ -372,35 +379,9 @@ class BrimStep(bootsteps.StartStopStep):
 
 
 class ExecutorStep(BrimStep):
-    """The same in a model executor, where a message costs as little as it can.
-
-    Its broker need not keep messages for redelivery: what is lost with this process, its agent puts back. And events of
-    many items are sent together.
-    """
+    """The same in a model executor."""
 
     executor: ModelExecutor
-
-    def __init__(self, consumer: Any, **options: Any) -> None:
-        super().__init__(consumer, **options)
-        self._look: Any = None
-
-    def start(self, consumer: Any) -> None:
-        """Before messages are consumed on this connection."""
-        consumer.task_consumer.no_ack = True
-        prefix = consumer.task_consumer.channel.global_keyprefix
-        self._look = consumer.timer.call_repeatedly(
-            LOOK_S, self.executor.look_for_lost, (f"{prefix}{self.executor.queue}",)
-        )
-        if consumer.event_dispatcher is not None:
-            consumer.event_dispatcher.on_send_buffered = None
-            self._timer = consumer.timer.call_repeatedly(EVENTS_S, flush, (consumer.event_dispatcher,))
-
-    def stop(self, consumer: Any) -> None:
-        """The connection is going."""
-        super().stop(consumer)
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
 
     def _prepare(self, tasks: Iterable[Any]) -> None:
         hand_over(list(tasks), self.attempts, self.executor)

@@ -115,12 +115,9 @@ def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
         _become_executor(identity, name, sender)
         return
     sender.prefetch_multiplier = 1
-    settings = Settings.load()
     fields = {
-        "attempts": Attempts(identity, settings, MAIN_PATIENCE_S),
+        "attempts": Attempts(identity, Settings.load(), MAIN_PATIENCE_S),
         "devices": identity.devices,
-        # Nothing is placed behind a set of devices: its next attempt may have a worker of its own.
-        "ahead": settings.placement.ahead if len(identity.devices) == 1 else 0,
         "__module__": consumer.__name__,
     }
     sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))

@@ -50,7 +50,7 @@ log = logging.getLogger("brim.agent")
 
 LOOK_S = 0.25
 """Longest time between two looks."""
-HURRY_S = 0.05
+HURRY_S = 0.1
 """Shortest time between two looks, however much happens."""
 AWAY_S = 1.0
 """Between two tries while Redis is away."""
