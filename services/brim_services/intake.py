@@ -10,6 +10,8 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from brim.celery.envelope import BrokerLayout, slot
 from brim.celery.revokes import Revokes
@@ -43,16 +45,23 @@ class Bells:
     """One blocking connection per broker list, so that a message in any of them is heard at once."""
 
     def __init__(self, store: Store, lists: Sequence[str], stop: threading.Event) -> None:
-        self._rung = threading.Event()
+        self._heard: SimpleQueue[Peeked] = SimpleQueue()
         self._armed = threading.Event()
         for key in lists:
             threading.Thread(target=self._listen, args=(store, key, stop), daemon=True).start()
 
-    def wait(self, timeout_s: float) -> None:
-        """Returns when a list has a message, or after ``timeout_s``; call it only when the lists were empty."""
-        self._rung.clear()
+    def wait(self, timeout_s: float) -> list[Peeked]:
+        """The first message that comes within ``timeout_s``; call it only when the lists were empty.
+
+        It is still in its list, unless another replica has been faster.
+        """
+        with suppress(Empty):
+            while True:
+                self._heard.get_nowait()  # it came before the lists were found empty
         self._armed.set()
-        self._rung.wait(timeout_s)
+        with suppress(Empty):
+            return [self._heard.get(timeout=timeout_s)]
+        return []
 
     def _listen(self, store: Store, key: str, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -63,9 +72,9 @@ class Bells:
             except Exception:  # the service's own step meets the same outage, says so and waits for its end
                 stop.wait(0.5)
                 continue
-            if heard:
+            if heard is not None:
                 self._armed.clear()
-                self._rung.set()
+                self._heard.put(Peeked(key, heard))
 
 
 class Intake:
@@ -115,7 +124,7 @@ class Intake:
             self._stop.wait(FULL_S)
         elif not self.admit(seen.messages[:room]) and not due:
             until_s = IDLE_S if seen.next_eta_s is None else seen.next_eta_s - seen.now_s
-            self.bells.wait(min(IDLE_S, until_s))
+            self.admit(self.bells.wait(min(IDLE_S, until_s)))
 
     def admit(self, messages: Sequence[Peeked]) -> int:
         """Admits these messages; returns how many."""

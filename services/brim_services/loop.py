@@ -60,10 +60,10 @@ _told_away = threading.Event()
 """Whether the log says that Redis is away."""
 
 
-def patiently(
-    action: Callable[[], None], url: str, stop: threading.Event, lost_touch: Callable[[], None] = lambda: None
-) -> None:
-    """Calls ``action``, again and again with growing pauses while Redis is away, until it succeeds or ``stop``.
+def patience(
+    url: str, stop: threading.Event, lost_touch: Callable[[], None] = lambda: None
+) -> Callable[[Callable[[], None]], None]:
+    """Calls what it is given, again and again with growing pauses while Redis is away, until it succeeds or ``stop``.
 
     One log line says that Redis is away, one that it is back, however many threads notice.
     """
@@ -82,22 +82,32 @@ def patiently(
         before_sleep=away,
         reraise=True,
     )
-    try:
-        attempts(action)
-    except Exception as error:
-        if not (stop.is_set() and is_outage(error)):
-            raise
-        return
-    if attempts.statistics["attempt_number"] > 1 and _told_away.is_set():
-        _told_away.clear()
-        log.warning("Redis at %s is back", address(url))
+
+    def patient(action: Callable[[], None]) -> None:
+        try:
+            attempts(action)
+        except Exception as error:
+            if not (stop.is_set() and is_outage(error)):
+                raise
+            return
+        if _told_away.is_set() and attempts.statistics["attempt_number"] > 1:
+            _told_away.clear()
+            log.warning("Redis at %s is back", address(url))
+
+    return patient
+
+
+def patiently(action: Callable[[], None], url: str, stop: threading.Event) -> None:
+    """Calls ``action`` with `patience`."""
+    patience(url, stop)(action)
 
 
 def serve(service: Service, settings: Settings, stop: threading.Event) -> None:
     """Steps until ``stop``, through outages, and never spins; a health check sees whether steps succeed."""
     pulse = Pulse(settings.health.file)
+    patient = patience(settings.redis.url, stop, service.lost_touch)
     while not stop.is_set():
-        patiently(service.step, settings.redis.url, stop, service.lost_touch)
+        patient(service.step)
         pulse.beat()
 
 

@@ -59,10 +59,12 @@ def prepare(tasks: Iterable[Any], attempts: Attempts) -> None:
 
 
 def strategy(attempts: Attempts, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
-    """The task's own strategy behind the start claim; a message that is not granted is acknowledged silently."""
+    """The task's own strategy behind the start claim; a message that is not granted is let go silently."""
     handle = instantiate(inner, task, app, consumer, **options)
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
+        if consumer.task_consumer.no_ack:
+            ack = reject = _nothing
         attempt = attempt_of(message)
         if attempt is None:
             # Its memory is unknown here: whoever sent it past placement, intake knows what to do with it.
@@ -287,7 +289,7 @@ class BrimStep(bootsteps.StartStopStep):
     """In the consumer: prepares the tasks, sees to it that no message is redelivered, tells Flower.
 
     The worker of one device takes its messages without acknowledgement, which is most of what a message costs: what is
-    lost with this process, its agent puts back (ADR 0010). Several workers may serve one set of devices, and each must
+    lost with this process, its agent puts back (ADR 0011). Several workers may serve one set of devices, and each must
     leave the others theirs, so there Celery's transport keeps count of what is not acknowledged. It gives that to
     somebody else after its visibility timeout; renewing its entry means that this never strikes a worker that lives.
     """
@@ -296,6 +298,7 @@ class BrimStep(bootsteps.StartStopStep):
     requires: Any = ("celery.worker.consumer.tasks:Tasks",)
     attempts: Attempts
     devices: tuple[str, ...]
+
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timers: list[Any] = []
@@ -382,6 +385,12 @@ class ExecutorStep(BrimStep):
     """The same in a model executor."""
 
     executor: ModelExecutor
+
+    def start(self, consumer: Any) -> None:
+        """Looks for items whose messages were lost on the way, too."""
+        super().start(consumer)
+        queue = f"{consumer.task_consumer.channel.global_keyprefix}{self.executor.queue}"
+        self._timers.append(consumer.timer.call_repeatedly(LOOK_S, self.executor.look_for_lost, (queue,)))
 
     def _prepare(self, tasks: Iterable[Any]) -> None:
         hand_over(list(tasks), self.attempts, self.executor)

@@ -37,9 +37,13 @@ class IntakeSide(Base):
             found[:limit],
         )
 
-    def wait_for_message(self, key: str, timeout_s: float) -> bool:
-        """Blocks until the broker list has a message; moves nothing (its last element moves onto itself)."""
-        return self.client.blmove(key, key, timeout_s, "RIGHT", "RIGHT") is not None
+    def wait_for_message(self, key: str, timeout_s: float) -> bytes | None:
+        """The message at the broker list's consuming end, as soon as there is one; None after ``timeout_s``.
+
+        Moves nothing: that element moves onto itself.
+        """
+        message: bytes | None = self.client.blmove(key, key, timeout_s, "RIGHT", "RIGHT")
+        return message
 
     def admit(self, batch: Sequence[Admission]) -> list[AdmitAnswer]:
         """Admits or refuses messages in one round trip; each by one script."""
