@@ -203,7 +203,10 @@ def without_memory(servers: Sequence[Server], jobs: Sequence[Job], load: float, 
 
 
 def overflow_event_us(servers: Sequence[Server], jobs: Sequence[Job]) -> tuple[float, int]:
-    """Mean CPU time in µs of a plan after one departure while 100,000 tasks wait, and their lanes."""
+    """Mean CPU time in µs of a plan after one departure while 100,000 tasks wait, and their lanes.
+
+    As in the service, the cluster knows since when everything runs.
+    """
     rng = random.Random(SEED)
     cluster = cluster_of(servers)
     planner = Planner(make_policy(POLICY), PlannerSettings(ahead=0), known_mix(jobs))
@@ -215,14 +218,19 @@ def overflow_event_us(servers: Sequence[Server], jobs: Sequence[Job]) -> tuple[f
             waiting[key] = deque()
             lanes[job.demand] = Lane(key, TASK, job.demand, waiting[key])
         waiting[lanes[job.demand].key].append(Waiting(f"task-{number}", number, 0.0))
-    held: list[tuple[str, tuple[int, ...], Demand]] = []
+    held: list[tuple[str, tuple[int, ...], Demand, float]] = []
+    began_s: dict[str, list[float]] = {}
     promises: Mapping[str, Any] = {}
     spent, began = 0.0, 0.0
     with undisturbed():
         for event in range(-3, EVENTS):
             if event >= 0:
-                node, positions, demand = held.pop(rng.randrange(len(held)))
+                node, positions, demand, since_s = held.pop(rng.randrange(len(held)))
                 cluster.release(node, positions, [demand.vram_mib] * len(positions), demand)
+                for position in positions:
+                    device = cluster[node].devices[position].uuid
+                    began_s[device].remove(since_s)
+                    cluster.began(device, began_s[device])
             began = time.process_time()
             plan = planner.plan(cluster, lanes.values(), float(event), promises)
             spent += time.process_time() - began if event >= 0 else 0.0
@@ -231,7 +239,10 @@ def overflow_event_us(servers: Sequence[Server], jobs: Sequence[Job]) -> tuple[f
                 waiting[placement.lane].popleft()
                 positions = cluster[placement.node].positions(placement.devices)
                 cluster.hold(placement.node, positions, placement.demand)
-                held.append((placement.node, positions, placement.demand))
+                held.append((placement.node, positions, placement.demand, float(event)))
+                for device in placement.devices:
+                    began_s.setdefault(device, []).append(float(event))
+                    cluster.began(device, began_s[device])
             cluster.settle()
     return 1e6 * spent / EVENTS, len(lanes)
 

@@ -18,7 +18,7 @@ from brim.core.placement.cluster import EVERYTHING, Cluster, Shape, Site
 from brim.core.placement.columns import Columns, Group
 from brim.core.placement.fit import milli
 from brim.core.placement.mix import Mix
-from brim.core.placement.outlook import Bools, Form, Ints, look
+from brim.core.placement.outlook import Form, Ints, look
 from brim.core.placement.policy import Policy
 from brim.core.placement.rooms import CPU_GRAIN, Classes, Reading, Rooms
 from brim.core.placement.trial import NONE, NOWHERE, Scores, Trial
@@ -90,8 +90,6 @@ class Board:
         self._era = 0
         self._log: list[int] = []
         """Places of the columns that were rewritten in this era, in order."""
-        self._recent: dict[int, tuple[list[int], list[bool]]] = {}
-        """Entries of the log from a number on, each once, and which classes fit at one of them."""
         self._start()
 
     # -- asking ------------------------------------------------------------------------------------------------
@@ -134,24 +132,23 @@ class Board:
         self._changed[name] = EVERYTHING
 
     def moment(self) -> tuple[int, int]:
-        """How far the board has come; for `woken`."""
+        """How far the board has come; for `room_since`."""
         return self._era, len(self._log)
 
-    def woken(self, row: int, ram_mib: int, since: tuple[int, int]) -> bool:
-        """Whether a class that fitted nowhere at an earlier moment may fit since; False is certain."""
-        era, number = since
+    def room_since(self, moment: tuple[int, int]) -> Ints | None:
+        """[K] the most free host RAM (MiB) at a site that has changed since and takes the class; -1 where none does.
+
+        A class that fitted nowhere at that moment fits somewhere now exactly if this is at least what it needs. None
+        if too much has changed to tell.
+        """
+        era, number = moment
         if era != self._era:
-            return True
-        if number == len(self._log):
-            return False
-        if number not in self._recent:
-            changed = list(dict.fromkeys(self._log[number:]))
-            somewhere: Bools = np.logical_or.reduce(self._scores[:, changed] >= NONE, axis=1)
-            self._recent[number] = changed, somewhere.tolist()
-        places, fits = self._recent[number]
-        if not fits[row] or not ram_mib:
-            return fits[row]
-        return any([self._scores[row, place] >= NONE and ram_mib <= self._ram[place] for place in places])
+            return None
+        changed = list(dict.fromkeys(self._log[number:]))
+        if not changed:
+            return np.full(len(self._scores), -1)
+        most: Ints = np.where(self._scores[:, changed] >= NONE, np.maximum(self._ram[changed], 0), -1).max(axis=1)
+        return most
 
     def best(self, row: int, ram_mib: int = 0) -> Spot | None:
         """The best place for the class as things stood at the last `refresh`; None if it fits nowhere."""
@@ -237,7 +234,6 @@ class Board:
         """Begin a new era."""
         self._era += 1
         self._log.clear()
-        self._recent.clear()
 
     def _site(self, name: str) -> Site:
         return self._views.get(name) or self.cluster[name]
@@ -283,7 +279,6 @@ class Board:
         else:
             into[:] = scores
         self._log.append(place)
-        self._recent.clear()
         return True
 
     def _within(self, cpu: int) -> Scores:

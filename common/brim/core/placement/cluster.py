@@ -11,10 +11,11 @@ from brim.core.model import Demand, Device, Node
 from brim.core.placement.fit import capacity_mib, claim_mib, milli
 
 EVERYTHING = -1
-"""The change of a node of which more has changed than what is free on some of its devices."""
+"""The change of a node of which more has changed than what attempts hold of some of its devices."""
 
 Changes = dict[str, int]
-"""Nodes that have changed: a bit for each device (by position) where what is free has, or `EVERYTHING`."""
+"""Nodes that have changed: a bit for each device (by position) of which no more than what attempts hold there has, or
+`EVERYTHING`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +183,10 @@ class Cluster:
         if placed_s == self.placed_s.get(uuid, ()) or uuid not in self._home:
             return
         self.placed_s[uuid] = placed_s
+        name = self._home[uuid]
+        position = self._sites[name].positions([uuid])[0]
         for changed in self._watchers:
-            changed[self._home[uuid]] = EVERYTHING
+            changed[name] = changed.get(name, 0) | 1 << position
 
     def reserve(self, uuids: Iterable[str], demand: Demand) -> None:
         """Hold the demand on these devices of one node; `undo` takes it back."""

@@ -9,18 +9,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from types import MappingProxyType
+
+import numpy as np
 
 from brim.core.model import Demand, Reason
 from brim.core.placement.board import Board, Spot
 from brim.core.placement.cluster import Cluster, Site
 from brim.core.placement.fit import node_shortage, place_name
 from brim.core.placement.mix import Mix
+from brim.core.placement.outlook import Ints
 from brim.core.placement.policy import Policy
 from brim.core.placement.promise import Beside, Promise
 from brim.core.placement.survey import Survey
 
-LOOKED_AT = 2_000
+NEVER = (-1, 0)
+"""A moment of a board that it has not had."""
+
+LOOKED_AT = 1_000
 """Devices that a plan may look at to work reasons out anew: those of a few lanes, or of one lane every few plans."""
 
 PROMISED_SHARE = 0.06
@@ -140,6 +147,8 @@ class _Veil:
 
     promise: Promise
     site: Site
+    vain: set[Board] = field(default_factory=set)
+    """By whose rule the promised task has been tried there, and did not fit."""
 
 
 @dataclass(slots=True)
@@ -148,8 +157,8 @@ class _Known:
 
     demand: Demand
     row: int
-    tried: dict[Board, tuple[int, int]] = field(default_factory=dict)
-    """When it fitted nowhere, by board."""
+    asked_mib: int
+    """Memory of all its GPUs, at least 1."""
     reason: Reason | None = None
     possible: tuple[int, bool] | None = None
     """Whether any node would hold it when drained, and the survey's version for which that is so."""
@@ -173,24 +182,86 @@ class _Memory:
         self.survey = Survey(cluster)
         self.lanes: dict[str, _Known] = {}
         """By key, those whose reasons have been known for the longest first."""
+        self.of_row: dict[int, set[str]] = {}
+        """The lanes of each row of the boards."""
+        self.asleep: set[str] = set()
+        """Lanes that fitted nowhere on any board when the boards were as they were at ``slept``."""
+        self.slept: dict[Board, tuple[int, int]] = {}
+        self.seen: list[Lane] = []
+        """The lanes of the last plan."""
+        self._fitting: tuple[object, set[str] | None] = None, None
+        """What `fitting` found, and for which moments."""
         self.veils: dict[str, _Veil] = {}
         """By node."""
         self.looks = 0
         """Devices that may be looked at to work reasons out anew."""
         self.veilings = 0
         """Changes whenever other nodes are promised than before."""
-        self.vain: dict[tuple[str, bool], Site] = {}
-        """Task, and whether behind busy executors → its promised site, where it did not fit when it was tried last."""
 
     def known(self, lane: Lane) -> _Known:
         """What is remembered about this lane."""
         known = self.lanes.get(lane.key)
         if known is None or (known.demand is not lane.demand and known.demand != lane.demand):
+            self.forget(lane.key)
             row = self.board.row(lane.demand, lane.task)
             if self.behind is not None:
                 self.behind.row(lane.demand, lane.task)
-            known = self.lanes[lane.key] = _Known(lane.demand, row)
+            asked_mib = max(1, lane.demand.gpus * lane.demand.vram_mib)
+            known = self.lanes[lane.key] = _Known(lane.demand, row, asked_mib)
+            self.of_row.setdefault(row, set()).add(lane.key)
         return known
+
+    def forget(self, key: str) -> None:
+        """Remember nothing about this lane."""
+        known = self.lanes.pop(key, None)
+        if known is not None:
+            self.of_row[known.row].discard(key)
+            self.asleep.discard(key)
+
+    def fitting(self) -> set[str] | None:
+        """The lanes that fitted nowhere at ``slept`` and fit somewhere now, perhaps with others; None if that cannot
+        be told."""
+        moments = [(self.slept.get(board, NEVER), board.moment()) for board in self.boards]
+        if self._fitting[0] != moments:
+            self._fitting = moments, self._fit_now()
+        return self._fitting[1]
+
+    def _fit_now(self) -> set[str] | None:
+        most: Ints | None = None
+        for board in self.boards:
+            room = board.room_since(self.slept.get(board, NEVER))
+            if room is None:
+                return None
+            most = room if most is None else np.maximum(most, room)
+        assert most is not None
+        rows = np.flatnonzero(most >= 0)
+        found, lanes = set(), self.lanes
+        for row, mib in zip(rows.tolist(), most[rows].tolist(), strict=True):
+            for key in self.of_row.get(row, ()):
+                if lanes[key].demand.ram_mib <= mib:
+                    found.add(key)
+        return found
+
+    def look(self, lanes: Mapping[str, Lane]) -> None:
+        """Begin to remember those of the lanes that are new."""
+        if len(lanes) == len(self.seen) == len(self.lanes) and all(map(is_, lanes.values(), self.seen)):
+            return
+        for key, lane in lanes.items():
+            known = self.lanes.get(key)
+            if known is None or known.demand is not lane.demand:
+                self.known(lane)
+        self.seen = list(lanes.values())
+
+    def sleep(self, sleepers: set[str], tried: Iterable[str]) -> None:
+        """Take over who sleeps now: of those that have slept before, and of those that were ``tried`` for the first
+        time since, the ones that fit nowhere."""
+        fitting = self.fitting()
+        self.asleep = set() if fitting is None else sleepers - fitting
+        for key in tried:
+            known = self.lanes[key]
+            if not any(board.best(known.row, known.demand.ram_mib) for board in self.boards):
+                self.asleep.add(key)
+        self.slept = {board: board.moment() for board in self.boards}
 
 
 class _Pass:
@@ -204,14 +275,18 @@ class _Pass:
         self.lanes = lanes
         self.now_s = now_s
         self.plan = Plan()
-        self.blocked: list[tuple[float, str, int]] = []
-        """(score, lane, place in it) of heads that cannot start, in the order of their turns."""
-        self.asleep: list[tuple[float, str, int]] = []
-        """Likewise, of those that need not be tried because nothing has changed for them, in any order."""
-        self.next: list[tuple[float, str, int]] = []
-        """Those of them that may get a promise that is free; a heap."""
-        self.still: list[tuple[float, str, int]] = []
-        """And those that may not."""
+        self.heads: list[tuple[float, str, int]] = []
+        """(score, lane, place in it) of heads that may start, in the order of their turns; a heap."""
+        self.sleepers: set[str] = set()
+        """Lanes that fitted nowhere before something changed since the last plan."""
+        self.eager: set[str] = set()
+        """Lanes whose heads are promised a node that has changed since they were tried there."""
+        self.blocked: dict[str, int] = {}
+        """Lanes whose heads cannot start → the head's place in its lane, of those that were not asleep all along."""
+        self.spent: set[str] = set()
+        """Lanes whose tasks have all been placed."""
+        self.line: list[tuple[float, str, int]] | None = None
+        """Turns of heads that cannot start and may get a promise that is free; a heap, made when it is asked for."""
         self.most_promises = settings.promises_for(len(memory.cluster.order()))
         self.entitled: set[str] | None = None
         """Lanes whose heads may get a promise; worked out when it is asked for."""
@@ -220,52 +295,60 @@ class _Pass:
         self._keep(promises)
         for board in self.memory.boards:
             board.refresh()
-        heads: list[tuple[float, str, int]] = []
-        for key, lane in self.lanes.items():
-            if lane.waiting:
-                (heads if self._awake(lane) else self.asleep).append((lane.waiting[0].score, key, 0))
-        heapq.heapify(heads)
+        self._wake()
         while True:
-            if self.asleep and self._free() > 0:
-                self._rouse()
-            if self.next and self._free() > 0 and (not heads or self.next[0] < heads[0]):
-                self._block(*heapq.heappop(self.next))
+            due = self._due()
+            if due is not None and (not self.heads or due[0] < self.heads[0]):
+                _, key, position = heapq.heappop(due)
+                self._promise(self.lanes[key], self.lanes[key].waiting[position])
                 continue
-            if not heads:
+            if not self.heads:
                 break
-            score, key, position = heapq.heappop(heads)
+            turn = heapq.heappop(self.heads)
+            key, position = turn[1:]
             lane, free = self.lanes[key], self._free()
-            if self.plan.placements and not position and not self._awake(lane):
-                self._block(score, key, position)
-                continue
             if not self._start(lane, lane.waiting[position]):
-                self._block(score, key, position)
+                self._block(turn)
                 continue
             if position + 1 < len(lane.waiting):
-                heapq.heappush(heads, (lane.waiting[position + 1].score, key, position + 1))
+                heapq.heappush(self.heads, (lane.waiting[position + 1].score, key, position + 1))
+            else:
+                self.spent.add(key)
             if self._free() > free:
-                self._pass_on()
+                self.line = None
+            self._doze()
+        self.memory.sleep(self.sleepers | self.memory.asleep, self.blocked.keys() - self.sleepers)
         if reasons:
             self._explain()
         self.cluster.undo(len(self.plan.placements))
         return self.plan
 
-    def _awake(self, lane: Lane) -> bool:
-        """Whether the head may start, as far as the boards tell at once; False is certain."""
-        known = self.memory.lanes.get(lane.key)
-        if known is None or known.demand is not lane.demand:
-            known = self.memory.known(lane)
-        for board in self.memory.boards:
-            tried = known.tried.get(board)
-            if tried is None or board.woken(known.row, known.demand.ram_mib, tried):
-                return True
-            known.tried[board] = board.moment()
-        task_id = lane.waiting[0].task_id
-        own = self.plan.promises.get(task_id)
-        if own is None:
-            return False
-        site = self.cluster.site(own.node)
-        return any([self.memory.vain.get((task_id, bool(board.ahead))) is not site for board in self.memory.boards])
+    def _wake(self) -> None:
+        """Tell apart which heads may start; of those that sleep on it is certain that they cannot."""
+        memory, lanes = self.memory, self.lanes
+        memory.look(lanes)
+        fitting = memory.fitting()
+        if fitting is None:
+            memory.asleep.clear()
+        else:
+            self.sleepers = memory.asleep & fitting
+            memory.asleep -= self.sleepers
+        awake = (lanes.keys() - memory.asleep) | self.eager
+        self.heads = [(lanes[key].waiting[0].score, key, 0) for key in awake if lanes[key].waiting]
+        heapq.heapify(self.heads)
+
+    def _doze(self) -> None:
+        """Let those heads sleep on that could have started before the last placement."""
+        fitting = self.memory.fitting() if self.sleepers else None
+        if fitting is None:
+            return
+        awake = fitting | self.eager
+        asleep = [turn for turn in self.heads if turn[1] in self.sleepers and turn[1] not in awake]
+        if asleep:
+            self.heads = [turn for turn in self.heads if turn[1] not in self.sleepers or turn[1] in awake]
+            heapq.heapify(self.heads)
+            for turn in asleep:
+                self._block(turn)
 
     # -- promises kept -----------------------------------------------------------------------------------------
 
@@ -274,36 +357,42 @@ class _Pass:
 
         Tasks of a lane are alike, so one overtaken inside its lane leaves its promise to the head.
         """
-        kept: dict[str, Promise] = {}
+        memory, kept, changed = self.memory, self.plan.promises, set(self.memory.veils)
         for task_id, promise in promises.items():
-            lane = self.lanes.get(promise.lane)
-            if lane is None or not any(waiting.task_id == task_id for waiting in lane.waiting):
+            lane, node = self.lanes.get(promise.lane), promise.node
+            site, veil = self.cluster.site(node), memory.veils.get(node)
+            if lane is None or not lane.waiting or site is None:
                 continue
-            site = self.cluster.site(promise.node)
-            veil = self.memory.veils.get(promise.node)
-            same = veil is not None and veil.promise is promise and veil.site is site
-            if same or (site is not None and promise.holds(site)):
-                kept[promise.node] = self.plan.promises[lane.waiting[0].task_id] = promise
-        for node in self.memory.veils.keys() | kept.keys():
-            self._veil(node, kept.get(node))
-        vain = self.memory.vain
-        for gone in [tried for tried in vain if tried[0] not in self.plan.promises]:
-            del vain[gone]
+            head = lane.waiting[0].task_id
+            if head != task_id and not any(waiting.task_id == task_id for waiting in lane.waiting):
+                continue
+            if veil is None or veil.promise is not promise or veil.site is not site:
+                if not promise.holds(site):
+                    continue
+                veil = self._veil(node, promise)
+            changed.discard(node)
+            kept[head] = promise
+            if len(veil.vain) < len(memory.boards):
+                self.eager.add(lane.key)
+        for node in changed:
+            self._unveil(node)
 
-    def _veil(self, node: str, promise: Promise | None) -> None:
+    def _veil(self, node: str, promise: Promise) -> _Veil:
         """Let the boards see of a node what this promise leaves to others."""
-        site, seen = self.cluster.site(node), self.memory.veils.get(node)
-        view = None
-        if promise is None or site is None:
-            self.memory.veilings += self.memory.veils.pop(node, None) is not None
-        elif seen is not None and seen.promise is promise and seen.site is site:
-            return
-        else:
-            self.memory.veilings += seen is None
-            self.memory.veils[node] = _Veil(promise, site)
-            view = promise.view(site)
+        site = self.cluster[node]
+        self.memory.veilings += node not in self.memory.veils
+        veil = self.memory.veils[node] = _Veil(promise, site)
+        view = promise.view(site)
         for board in self.memory.boards:
             board.veil(node, view)
+        return veil
+
+    def _unveil(self, node: str) -> None:
+        """Let the boards see all of a node again."""
+        self.memory.veilings += 1
+        del self.memory.veils[node]
+        for board in self.memory.boards:
+            board.veil(node, None)
 
     # -- starting ----------------------------------------------------------------------------------------------
 
@@ -329,7 +418,7 @@ class _Pass:
                     self._veil(spot.node, joined)
                     break
         if kept is not None:
-            self._veil(kept.node, None)
+            self._unveil(kept.node)
         for board in memory.boards:
             board.refresh()
         return True
@@ -337,47 +426,40 @@ class _Pass:
     def _spot(self, board: Board, known: _Known, lane: Lane, head: Waiting) -> Spot | None:
         """The best place for the task; at its own promised node it may use everything."""
         spot = board.best(known.row, lane.demand.ram_mib)
-        if spot is None:
-            known.tried[board] = board.moment()
         own = self.plan.promises.get(head.task_id)
         if own is not None:
-            site, tried = self.cluster[own.node], (head.task_id, bool(board.ahead))
-            if self.memory.vain.get(tried) is site:
+            site, veil = self.cluster[own.node], self.memory.veils[own.node]
+            if board in veil.vain and veil.site is site:
                 return spot
             at_own = board.best_at(known.row, site) if node_shortage(site.node, lane.demand) is None else None
             if at_own is None:
-                self.memory.vain[tried] = site
+                veil.vain.add(board)
             elif spot is None or at_own.score >= spot.score:
                 return at_own
         return spot
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
-    def _block(self, score: float, key: str, position: int) -> None:
-        """Note that a head cannot start, and promise it devices if it is due."""
-        self.blocked.append((score, key, position))
-        if self._free() > 0:
-            self._promise(self.lanes[key], self.lanes[key].waiting[position])
+    def _block(self, turn: tuple[float, str, int]) -> None:
+        """Note that a head cannot start; if it is due, it may get a promise in its turn."""
+        _, key, position = turn
+        self.blocked[key] = position
+        if self.line is not None and key in self._entitled():
+            heapq.heappush(self.line, turn)
 
-    def _rouse(self) -> None:
-        """Tell apart who may get a promise of those that need not be tried."""
-        entitled, promised = self._entitled(), self.plan.promises
-        for turn in self.asleep:
-            lane = self.lanes[turn[1]]
-            due = turn[1] in entitled and lane.waiting[turn[2]].task_id not in promised
-            (self.next if due else self.still).append(turn)
-        self.asleep = []
-        heapq.heapify(self.next)
-
-    def _pass_on(self) -> None:
-        """Give a promise that has become free to the most urgent in line, before anybody less urgent can pass it."""
-        entitled = self._entitled()
-        for _, key, position in self.blocked:
-            if self._free() <= 0:
-                break
-            if key not in entitled:
-                continue
-            self._promise(self.lanes[key], self.lanes[key].waiting[position])
+    def _due(self) -> list[tuple[float, str, int]] | None:
+        """The turns of those who may get a promise that is free, if there are any; the most urgent one comes first."""
+        if self._free() <= 0:
+            return None
+        if self.line is None:
+            self.line, promised = [], self.plan.promises
+            for key in self._entitled() - {turn[1] for turn in self.heads} - self.spent:
+                place = self.blocked.get(key, 0)
+                head = self.lanes[key].waiting[place]
+                if head.task_id not in promised:
+                    self.line.append((head.score, key, place))
+            heapq.heapify(self.line)
+        return self.line or None
 
     def _free(self) -> int:
         """Promises that may still be made."""
@@ -387,7 +469,8 @@ class _Pass:
         """Promise the head devices, if it is one of those whose turn it is and there are any."""
         if head.task_id in self.plan.promises or lane.key not in self._entitled():
             return
-        survey, known = self.memory.survey, self.memory.known(lane)
+        survey, known = self.memory.survey, self.memory.lanes[lane.key]
+        survey.refresh()
         state = survey.version, self.memory.veilings
         if known.hopeless == state:
             return
@@ -411,24 +494,25 @@ class _Pass:
         served by what becomes free anyway; and none is left out for ever, for its wait grows.
         """
         if self.entitled is None:
+            now_s, longest_s, known = self.now_s, self.now_s - self.settings.promise_after_s, self.memory.lanes
             claims = []
             for key, lane in self.lanes.items():
-                wait_s = self.now_s - lane.waiting[0].admitted_s if lane.waiting else -1.0
-                if wait_s >= self.settings.promise_after_s:
-                    asked = max(1, lane.demand.gpus * lane.demand.vram_mib)
-                    claims.append((-asked * wait_s, lane.waiting[0].score, key))
-            heapq.heapify(claims)
+                head = lane.waiting[0] if lane.waiting else None
+                if head is not None and head.admitted_s <= longest_s:
+                    claims.append((known[key].asked_mib * (head.admitted_s - now_s), head.score, key))
+            claims.sort()
             self.entitled = set()
-            while claims and len(self.entitled) < self.most_promises:
-                key = heapq.heappop(claims)[2]
+            self.memory.survey.refresh()
+            for _, _, key in claims:
+                if len(self.entitled) >= self.most_promises:
+                    break
                 if self._possible(self.lanes[key]):
                     self.entitled.add(key)
         return self.entitled
 
     def _possible(self, lane: Lane) -> bool:
         """Whether some node would hold the demand once it is drained."""
-        survey, known = self.memory.survey, self.memory.known(lane)
-        survey.refresh()
+        survey, known = self.memory.survey, self.memory.lanes[lane.key]
         if known.possible is None or known.possible[0] != survey.version:
             known.possible = survey.version, survey.nearest(lane.demand, lane.task, (), self.now_s) is not None
         return known.possible[1]
@@ -441,10 +525,10 @@ class _Pass:
         What is known is said again; in each plan a few lanes are looked at anew, those that have been told the same for
         the longest.
         """
-        memory, turns = self.memory, [*self.blocked, *self.asleep, *self.next, *self.still]
-        waiting = {key: position for _, key, position in turns}
-        for key in [key for key in memory.lanes if key not in waiting]:
-            del memory.lanes[key]
+        memory = self.memory
+        waiting = {key for key, lane in self.lanes.items() if lane.waiting and key not in self.spent}
+        for key in memory.lanes.keys() - waiting:
+            memory.forget(key)
         looked: list[str] = []
         size = max(1, memory.survey.size)
         memory.looks = min(memory.looks + LOOKED_AT, size * max(1, LOOKED_AT // size))
@@ -456,11 +540,8 @@ class _Pass:
                 looked.append(key)
         for key in looked:
             known = memory.lanes[key] = memory.lanes.pop(key)
-            known.reason = self._why(self.lanes[key], self.lanes[key].waiting[waiting[key]])
-        for key in waiting:
-            reason = memory.lanes[key].reason
-            assert reason is not None
-            self.plan.waits[key] = reason
+            known.reason = self._why(self.lanes[key], self.lanes[key].waiting[self.blocked.get(key, 0)])
+        self.plan.waits = {key: known.reason for key, known in memory.lanes.items() if known.reason is not None}
 
     def _why(self, lane: Lane, head: Waiting) -> Reason:
         promise = self.plan.promises.get(head.task_id)

@@ -11,7 +11,7 @@ import numpy as np
 from brim.core.model import Demand, Device, Reason
 from brim.core.placement.cluster import EVERYTHING, Cluster, Shape, Site
 from brim.core.placement.fit import UP, capacity_mib, milli, missing_mib, node_shortage, place_name, shortage, suits
-from brim.core.placement.outlook import Bools, Ints, Kind
+from brim.core.placement.outlook import Bools, Floats, Ints, Kind
 
 NEARNESS = ("fits", "promised", "executors", "memory", "cpus", "ram", "state", "too_large", "model", "labels")
 """Obstacles by how near they are to going away; the nearest one is the reason a user reads."""
@@ -20,8 +20,6 @@ _RANK = {code: rank for rank, code in enumerate(NEARNESS)}
 _AMOUNT = 1 << 40
 _END = 1 << 24
 _MOST = (1 << 33) - 1
-_NODE = 1 << 37
-"""More than what several devices' attempts and memory add up to."""
 _LONGEST_MIN = 1 << 22
 """Sums of ages above this (8 years) are all alike."""
 
@@ -29,6 +27,9 @@ _NEVER = np.iinfo(np.int64).max
 
 REMEMBERED = 1000
 """Classes whose obstacles are remembered for each site."""
+
+DRAINABLE = 200
+"""Classes for which it is remembered what could hold them when drained."""
 
 LOGGED = 100_000
 """Changes of sites that are remembered; when there are more, all obstacles are looked at again."""
@@ -126,28 +127,70 @@ class Survey:
         wanted = max(1, demand.gpus)
         if not self._names or wanted > self._there.shape[1]:
             return None
+        able, never = self._able(demand, task)
+        minutes = np.maximum(self._minutes(demand, now_s, mean_run_s), never)
+        minutes[[self._places[name] for name in taken if name in self._places]] = np.inf
+        total = self._sums(minutes, wanted)
+        while (soonest := total.min()) < np.inf:
+            places = np.flatnonzero(total == soonest)
+            found = self._least(places, able, minutes[places], demand)
+            if found is not None:
+                return found
+            total[places] = np.inf
+        return None
+
+    def _able(self, demand: Demand, task: str) -> tuple[Bools, Floats]:
+        """[S, D] devices that could hold the demand once they are drained; and 0 at those on nodes with enough of
+        them, elsewhere infinity."""
+        key = demand, task
+        known = self._drainable.get(key)
+        if known is None or known[0] != self.version:
+            need = self._capacity if demand.whole else demand.vram_mib
+            able = self._eligible(task) & self._up & self._allowed(demand) & (self._drained >= need)
+            if demand.whole:
+                able &= self._capacity >= demand.vram_mib
+            enough = np.count_nonzero(able, axis=1) >= max(1, demand.gpus)
+            never = np.where(able & enough[:, None], 0.0, np.inf)
+            if len(self._drainable) >= DRAINABLE:
+                self._drainable.clear()
+            known = self._drainable[key] = self.version, able, never
+        return known[1:]
+
+    def _minutes(self, demand: Demand, now_s: float, mean_run_s: float) -> Floats:
+        """[S, D] how long the attempts that must end are supposed to run on, in sum, in whole minutes."""
         need = self._capacity if demand.whole else demand.vram_mib
-        able = self._eligible(task) & self._up & self._allowed(demand) & (self._drained >= need)
-        if demand.whole:
-            able &= self._capacity >= demand.vram_mib
-        missing = np.maximum(need - self._available - self._reclaimable, 0)
-        held = np.maximum(self._committed - self._reclaimable, 1)
-        waits = (missing > 0) | self._full
-        ends = np.maximum(-(-self._busy * missing // held), waits)
-        ages_s = np.maximum(self._counted * now_s - self._placed_s, 0.0) + self._busy * mean_run_s
-        part = np.where(waits, np.clip(missing / held, 1 / np.maximum(self._busy, 1), 1.0), 0.0)
-        minutes = np.minimum(ages_s * part / 60, _LONGEST_MIN).astype(np.int64)
-        lack = np.where(able, minutes * _AMOUNT + np.minimum(ends * _END + missing, _MOST), _NEVER)
-        order = lack.argmin(axis=1)[:, None] if wanted == 1 else np.argsort(lack, axis=1, kind="stable")[:, :wanted]
-        lack = np.take_along_axis(lack, order, axis=1)
-        total = (lack // _AMOUNT).sum(axis=1) * _NODE + (lack % _AMOUNT).sum(axis=1)
-        total[lack.max(axis=1) == _NEVER] = _NEVER
-        total[[self._places[name] for name in taken if name in self._places]] = _NEVER
-        while total[place := int(total.argmin())] != _NEVER:
-            site = self.cluster[self._names[place]]
+        missing = np.maximum(need - self._spare, 0)
+        ages_s = np.maximum(self._counted * now_s - self._placed_s, 0.0)
+        if mean_run_s:
+            ages_s += self._busy * mean_run_s
+        part = np.minimum(np.maximum(missing / self._held, self._least_part), 1.0)
+        minutes: Floats = np.floor(ages_s * part / 60)
+        return np.where((missing > 0) | self._full, minutes, 0.0)
+
+    def _sums(self, minutes: Floats, wanted: int) -> Floats:
+        """[S] the sum over the ``wanted`` devices of each node with the least."""
+        if wanted == 1:
+            least: Floats = minutes.min(axis=1)
+            return least
+        if wanted < minutes.shape[1]:
+            minutes = np.partition(minutes, wanted - 1, axis=1)[:, :wanted]
+        return minutes @ np.ones(wanted)
+
+    def _least(self, places: Ints, able: Bools, minutes: Floats, demand: Demand) -> tuple[Site, tuple[int, ...]] | None:
+        """Of nodes where as much is to be waited for, the devices with the fewest ends, then the least missing."""
+        wanted = max(1, demand.gpus)
+        need = self._capacity[places] if demand.whole else demand.vram_mib
+        missing = np.maximum(need - self._spare[places], 0)
+        held = self._held[places].astype(np.int64)
+        ends = np.maximum(-(-self._busy[places] * missing // held), (missing > 0) | self._full[places])
+        lack = np.minimum(ends * _END + missing, _MOST)
+        key = np.where(able[places], np.minimum(minutes, _LONGEST_MIN).astype(np.int64) * _AMOUNT + lack, _NEVER)
+        order = np.argsort(key, axis=1, kind="stable")[:, :wanted] if wanted > 1 else key.argmin(axis=1)[:, None]
+        total = np.take_along_axis(lack, order, axis=1).sum(axis=1)
+        for at in np.argsort(total, kind="stable").tolist():
+            site = self.cluster[self._names[int(places[at])]]
             if _holds_when_drained(site, demand):
-                return site, tuple(sorted(order[place].tolist()))
-            total[place] = _NEVER
+                return site, tuple(sorted(order[at].tolist()))
         return None
 
     def recyclable(self, demand: Demand, task: str, within: Collection[str] | None) -> list[str]:
@@ -185,10 +228,16 @@ class Survey:
         self._taskset, self._model = (np.zeros(shape, dtype=np.int64) for _ in range(2))
         self._available, self._committed, self._reclaimable = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         self._capacity, self._drained, self._busy = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        self._spare = np.zeros(shape, dtype=np.int64)
+        """Memory available once leftover is replaced."""
+        self._held, self._least_part = np.ones(shape), np.ones(shape)
+        """Memory that attempts hold, at least 1; and the part of it that one of them holds."""
         self._counted, self._placed_s = np.zeros(shape), np.zeros(shape)
         self._cpu, self._ram, self._cpus, self._rams = (np.zeros(len(self._names), dtype=np.int64) for _ in range(4))
         self._numbers: dict[str, int] = {}
         self._runs: dict[str, tuple[tuple[int, int], Bools]] = {}
+        self._models: dict[tuple[tuple[str, ...], bool], tuple[int, Bools]] = {}
+        self._drainable: dict[tuple[Demand, str], tuple[int, Bools, Floats]] = {}
         self._idle.clear()
         self._idle_at: dict[int, dict[int, Kind]] = {}
         """Place → position → kind of the devices with an idle executor."""
@@ -227,20 +276,24 @@ class Survey:
             self._up[at] = device.state == UP
             self._taskset[at] = self._numbers.setdefault(device.tasks, len(self._numbers))
             self._model[at] = self._numbers.setdefault(device.model, len(self._numbers))
-            self._reclaimable[at] = device.reclaimable_mib
             self._capacity[at] = capacity_mib(device)
             self._drained[at] = capacity_mib(device) - device.external_mib
-            placed_s = self.cluster.placed_s.get(device.uuid, ())
-            self._counted[at], self._placed_s[at] = len(placed_s), sum(placed_s)
             self._write_free(place, position, device)
         self.version += constants != self._constants[place] or self._lasting(place) != before
 
     def _write_free(self, place: int, position: int, device: Device) -> None:
         """Take over what is free on a device."""
         at = place, position
+        reclaimable_mib, busy = device.reclaimable_mib, device.busy
         self._available[at] = device.available_mib
         self._committed[at] = device.committed_mib
-        self._busy[at] = device.busy
+        self._reclaimable[at] = reclaimable_mib
+        self._spare[at] = device.available_mib + reclaimable_mib
+        self._held[at] = max(device.committed_mib - reclaimable_mib, 1)
+        self._busy[at] = busy
+        self._least_part[at] = 1 / max(busy, 1)
+        placed_s = self.cluster.placed_s.get(device.uuid, ())
+        self._counted[at], self._placed_s[at] = len(placed_s), sum(placed_s)
         self._full[at] = full = device.busy >= device.executors
         idle_at = self._idle_at.setdefault(place, {})
         kind = idle_at.get(position)
@@ -265,12 +318,13 @@ class Survey:
         return known[1]
 
     def _allowed(self, demand: Demand) -> Bools:
-        unsuited = self._unsuited(demand)
-        return ~np.isin(self._model, unsuited) if unsuited else np.ones((1, 1), dtype=bool)
-
-    def _unsuited(self, demand: Demand) -> list[int]:
-        """The numbers of models that may not take the demand."""
-        return [number for model, number in self._numbers.items() if not suits(model, demand)]
+        """[S, D] devices whose model may take the demand."""
+        key = demand.gpu_models, demand.gpus > 1
+        known = self._models.get(key)
+        if known is None or known[0] != self.version:
+            unsuited = [number for model, number in self._numbers.items() if not suits(model, demand)]
+            known = self._models[key] = self.version, ~np.isin(self._model, unsuited)
+        return known[1]
 
     def _codes(self, demand: Demand, task: str, *, memory: bool) -> Ints:
         """[S] rank and amount of each site's `miss`, to be compared; `_NEVER` where no worker knows the task.
@@ -300,9 +354,7 @@ class Survey:
         if memory:
             code = np.where(missing > 0, _RANK["memory"] * _AMOUNT + missing, code)
             code = np.where(over > 0, _RANK["too_large"] * _AMOUNT + over, code)
-        unsuited = self._unsuited(demand)
-        if unsuited:
-            code = np.where(np.isin(self._model[places], unsuited), _RANK["model"] * _AMOUNT, code)
+        code = np.where(self._allowed(demand)[places], code, _RANK["model"] * _AMOUNT)
         code = np.where(self._up[places], code, _RANK["state"] * _AMOUNT)
         code = np.where(eligible, code, _NEVER)
         number = eligible.sum(axis=1)
