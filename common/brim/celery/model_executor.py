@@ -467,6 +467,7 @@ class ModelExecutor:
 
     def _publish(self, instructions: Iterable[Instruction]) -> None:
         answers: list[tuple[Entry, Computed | Failed]] = []
+        begun: list[Entry] = []
         for instruction in instructions:
             match instruction:
                 case Complete(held, result):
@@ -479,15 +480,18 @@ class ModelExecutor:
                 case Discard(held, _):
                     self._discard(self._entries[held.id])
                 case Start(_, items):
-                    self._announce([self._entries[held.id] for held in items if held.id in self._entries])
+                    begun = [self._entries[held.id] for held in items if held.id in self._entries]
+                    self._note_start(begun)
                 case Report(state, ceiling):
                     self._note(ceiling)
                     if state is not ExecutorState.WORKING:
                         self._note_deadline(None)
                 case Stop():
                     self.stopped.set()
+        # Whoever waits for a result comes before whoever watches.
         if answers:
             self._answer(answers)
+        self._announce(begun)
 
     def _answer(self, answers: Sequence[tuple[Entry, Computed | Failed]]) -> None:
         """Finish claims, results and ends of items that were computed together."""
@@ -545,14 +549,17 @@ class ModelExecutor:
         state, reason = outcome_of(self.app, execution, info)
         return Outcome(state, reason)
 
-    def _announce(self, entries: Iterable[Entry]) -> None:
-        """Tell the world, and Flower, that these have started, and the agent when they have to be done."""
-        entries = list(entries)
+    def _note_start(self, entries: Sequence[Entry]) -> None:
+        """Tell placement that there is room again, and the agent when these have to be done."""
         if any(entry.ahead for entry in entries):
             self.attempts.patiently(lambda: self.store.note_start(self.name))
         self._note_deadline(min((limit for entry in entries if (limit := entry.limit_s) is not None), default=None))
         for entry in entries:
             entry.ahead = False
+
+    def _announce(self, entries: Iterable[Entry]) -> None:
+        """Tell the world, and Flower, that these have started."""
+        for entry in entries:
             if not entry.accepted:
                 entry.accepted = True
                 entry.request.on_accepted(os.getpid(), time.monotonic())
