@@ -259,18 +259,20 @@ def undisturbed() -> Iterator[None]:
 # -- commits --------------------------------------------------------------------------------------------------------
 
 BARE = """
-redis.call('HSET', KEYS[2], 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8])
-redis.call('RPUSH', KEYS[3], ARGV[2] .. ARGV[3] .. ARGV[4])
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+redis.call('HSET', KEYS[2], 'state', 'placed', 'attempt', ARGV[2], 'devices', ARGV[3], 'node', ARGV[4],
+  'queue', KEYS[7], 'placed_ms', ARGV[5], 'attempts', '1')
+redis.call('RPUSH', KEYS[3], ARGV[6])
 redis.call('HINCRBY', KEYS[4], 'placed', 1)
-redis.call('ZREM', KEYS[5], ARGV[2])
-redis.call('SADD', KEYS[6], ARGV[9])
-redis.call('LLEN', KEYS[7])
-redis.call('HSET', KEYS[8], ARGV[9], ARGV[6])
-redis.call('LPUSH', KEYS[9], ARGV[13] .. ARGV[5] .. ARGV[14])
-redis.call('HSET', KEYS[10], ARGV[4], ARGV[6])
-return {redis.call('HGET', KEYS[1], 'epoch')}
+redis.call('ZREM', KEYS[5], ARGV[1])
+redis.call('HSET', KEYS[6], ARGV[3], ARGV[7])
+redis.call('LPUSH', KEYS[7], ARGV[9])
+redis.call('HSET', KEYS[8], 'a:' .. ARGV[2], ARGV[8], 'entry', ARGV[7])
+redis.call('SADD', KEYS[9], 'd:' .. ARGV[3])
+return epoch
 """
-"""As many keys as a commit touches, one plain command each, and the same message; nothing is checked or summed up."""
+"""Touches the keys that a commit touches, one plain command each, and leaves in each what a commit leaves there; all of
+that comes ready made: nothing is checked, looked up or summed up."""
 
 
 class Commits:
@@ -310,20 +312,29 @@ class Commits:
         return COMMITS / (time.perf_counter() - began)
 
     def bare(self) -> float:
-        """The same batches through the bare script."""
+        """The same batches through the bare script, a call for each commit."""
         keys, digest = self.store.keys, self.client.script_load(BARE)
-        shared = [keys.counts, keys.lane("lane"), keys.changed, keys.wake, keys.availability]
+        story = self._story()
+        entry = self.client.hget(keys.availability, "GPU-0")
+        message = self.envelope[0] + self.batch[0].slot + self.envelope[1]
+        shared = [keys.counts, keys.lane("lane"), keys.availability]
         began = time.perf_counter()
         for first in range(0, COMMITS, BATCH):
             pipeline = self.client.pipeline(transaction=False)
             for c in self.batch[first : first + BATCH]:
+                [device] = c.devices
                 names = [keys.leader, keys.task(c.task_id), keys.story(c.task_id), *shared, c.queue]
-                names += [keys.book(device) for device in c.devices]
-                args: list[Any] = [self.epoch, c.task_id, c.lane, c.attempt, c.slot, c.vram_mib, 1, c.node]
-                args += [",".join(c.devices), 1, 0, 0, *self.envelope]
+                names += [keys.book(device), keys.changed]
+                args: list[Any] = [c.task_id, c.attempt, device, c.node, "1800000000000", story, entry]
+                args += [f"{c.vram_mib}|0|0||{c.task_id}", message]
                 pipeline.evalsha(digest, len(names), *names, *args)
             pipeline.execute()
         return COMMITS / (time.perf_counter() - began)
+
+    def _story(self) -> str:
+        """As long a line as a commit adds to a story."""
+        about = {"attempt": self.batch[0].attempt, "node": "n", "devices": "GPU-0", "vram_mib": 1000}
+        return json.dumps({"t": 1_800_000_000_000, "event": "placed", **about})
 
 
 def commit_ratio(client: redis.Redis, url: str) -> tuple[float, float, float]:

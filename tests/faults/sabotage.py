@@ -12,7 +12,7 @@ from brim.store import runner
 
 SABOTAGE_ENV = "BRIM_TEST_SABOTAGE"
 
-# what is switched off -> (script, the guard in its text, what stands there instead); common: in front of all of them
+# what is switched off -> (script, the guard in its text, what stands there instead); common: in all that use it
 GUARDS: dict[str, list[tuple[str, str, str]]] = {
     "fencing": [
         ("common", "return redis.call('HGET', leader, 'epoch') ~= epoch", "return false"),
@@ -26,8 +26,8 @@ GUARDS: dict[str, list[tuple[str, str, str]]] = {
     "admission": [
         (
             "admit",
-            "if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 0 then return 'gone' end",
-            "redis.call('LREM', KEYS[1], -1, ARGV[1])",
+            "if redis.call('LREM', list, -1, raw) == 0 then return 'gone' end",
+            "redis.call('LREM', list, -1, raw)",
         ),
         ("admit", "if not newer then return 'redelivery' end", ""),
         ("admit", "if LIVE[state] then", "if false then"),
@@ -46,8 +46,8 @@ def apply_sabotage() -> None:
         return
     texts = dict(runner.sources())
     for script, guard, instead in GUARDS[what]:
-        names = texts if script == "common" else [script]
-        for name in list(names):
-            assert guard in texts[name], f"the guard is not in {name}.lua any more: {guard}"
+        names = [name for name in texts if guard in texts[name] and script in ("common", name)]
+        assert names, f"the guard is not in {script}.lua any more: {guard}"
+        for name in names:
             texts[name] = texts[name].replace(guard, instead)
     runner.sources = lambda: texts

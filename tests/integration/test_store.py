@@ -16,6 +16,7 @@ from brim.store.types import (
     ClaimAnswer,
     CloseAnswer,
     Commit,
+    CommitAnswer,
     DeviceFigures,
     DeviceRegistration,
     EndAnswer,
@@ -317,6 +318,75 @@ def test_overflow_is_ordered_by_priority_and_then_age(cluster: Cluster) -> None:
     windows = cluster.store.snapshot(10).lanes
     assert [i for i, _, _ in windows[0].waiting] == ["c", "a", "b", "e", "d"]
     assert windows[0].waiting[1][2] == pytest.approx(cluster.store.server_ms() / 1000, abs=5)
+
+
+def test_commits_of_one_call_see_what_those_before_them_reserve(cluster: Cluster) -> None:
+    ids = ["a", "b", "c", "d", "gone"]
+    for task_id in ids[:-1]:
+        cluster.admit(task_id)
+    batch = [Commit(i, "t|3000", f"x-{i}", [GPU], "n1", f"{cluster.list}.gpu", 3000, b"", 0.5, 10) for i in ids]
+
+    answers = cluster.store.commit(cluster.epoch, batch, 1)
+
+    assert [answer.status for answer in answers] == ["committed"] * 3 + ["refused", "stale"]
+    assert (answers[3].short, answers[3].uuid, answers[3].missing) == ("memory", GPU, 2500)
+    assert cluster.available == 500
+    assert (cluster.store.devices()[0].cpus_used, cluster.store.devices()[0].ram_used_mib) == (1.5, 30)
+    assert cluster.store.counts() == {State.WAITING: 1, State.PLACED: 3}
+    assert cluster.store.lane_depths() == {"t|3000": 1}
+    assert cluster.store.commit(cluster.epoch - 1, batch, 1) == [CommitAnswer("fenced")] * 5
+
+
+def test_more_than_one_call_of_the_script_are_one_round_trip(cluster: Cluster) -> None:
+    ids = [f"t{number}" for number in range(40)]
+    sources = [cluster.publish(task_id) for task_id in ids]
+    admissions = [
+        Admission(source, Identity(i, 0, 0), "t", "t|100", Demand(100), 0, 5, b"<", b">")
+        for i, source in zip(ids, sources, strict=True)
+    ]
+    assert cluster.store.admit(admissions) == [AdmitAnswer.ADMITTED] * 40
+    assert cluster.store.lane_ids("t|100", 100) == ids
+    batch = [Commit(i, "t|100", f"x-{i}", [GPU], "n1", f"{cluster.list}.gpu", 100, b"") for i in ids]
+    answers = cluster.store.commit(cluster.epoch, batch, 28)
+    assert [answer.status for answer in answers] == ["committed"] * 30 + ["refused"] * 10
+    assert {answer.short for answer in answers[30:]} == {"executors"}
+
+
+def test_placement_is_not_woken_by_its_own_commits_but_hears_of_them(cluster: Cluster) -> None:
+    cluster.admit("a")
+    assert cluster.store.wait_for_wake(1)
+    cluster.store.take_changes(cluster.epoch, 10)
+    assert cluster.place("a")[1] == "committed"
+    assert not cluster.store.client.exists(cluster.store.keys.wake)
+    assert [d.busy for d in cluster.store.take_changes(cluster.epoch, 10).devices] == [1]
+
+
+def test_the_audit_finds_sums_that_differ_from_the_book(cluster: Cluster) -> None:
+    cluster.admit("a")
+    cluster.run("a")
+    keys, client = cluster.store.keys, cluster.store.client
+    right = client.hget(keys.book(GPU), "p:10.1")
+    client.hset(keys.book(GPU), "p:10.1", b"-1|0|0|0|0|2999")
+    [difference] = cluster.store.audit()
+    assert "2999 MiB are noted as reserved for process 10.1, 3000 are" in difference
+    client.hset(keys.book(GPU), "p:10.1", right)
+    wrong = client.hget(keys.availability, GPU).replace(b'"busy":1', b'"busy":2')
+    client.hset(keys.availability, GPU, wrong)
+    assert any("busy is 2 in the table, 1 by its book" in found for found in cluster.store.audit())
+    assert any("its entry in the table is not the one in its book" in found for found in cluster.store.audit())
+    client.hset(keys.book(GPU), "entry", wrong)
+    assert cluster.store.set_device_state("n1", "boot", [GPU], "up"), "who reads all of the book sums it up anew"
+
+
+def test_a_book_of_an_earlier_version_is_read_as_a_whole(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt = cluster.run("a")
+    keys, client = cluster.store.keys, cluster.store.client
+    client.hset(keys.book(GPU), "p:10.1", b"-1|0|0|0|0")
+    client.hdel(keys.book(GPU), "entry")
+    outcome = Outcome(State.SUCCEEDED, leftover_mib=[400])
+    assert cluster.store.end("a", attempt, [GPU], outcome) is EndAnswer.ENDED
+    assert cluster.available == 9500 - 400
 
 
 def test_placement_hears_what_changed(cluster: Cluster) -> None:

@@ -228,12 +228,16 @@ def _book_differences(
     processes = {name[2:].decode(): value.decode() for name, value in book.items() if name.startswith(b"p:")}
     reclaimable = 0
     for proc in processes.keys() | reserved.keys():
-        measured, floor, _, _, doomed = processes.get(proc, "-1|0|0|0|0").split("|")
+        measured, floor, _, _, doomed, noted = processes.get(proc, "-1|0|0|0|0|0").split("|")
+        if reserved[proc] != int(noted):
+            yield f"device {uuid}: {noted} MiB are noted as reserved for process {proc}, {reserved[proc]} are"
         held = int(measured) if int(measured) >= 0 else int(floor)
         committed += max(reserved[proc], held)
         if not reserved[proc] and doomed == "0":
             reclaimable += held
     external = int(book.get(b"external", b"0"))
+    if book.get(b"entry") != entry:
+        yield f"device {uuid}: its entry in the table is not the one in its book"
     if b"whole" in book:
         committed = max(committed, info["total_mib"] - info["headroom_mib"] - external)
         if b"a:" + book[b"whole"] not in book:

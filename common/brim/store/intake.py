@@ -12,8 +12,11 @@ from .runner import Arg, Call
 from .types import Admission, AdmitAnswer, Look, Peeked
 
 REVOKED = Reason("revoked", "revoked by its producer")
+_REVOKED = dump(REVOKED)
 REVOKES_KEPT, REVOKES_KEPT_S = 50_000, 10_800
 """How many revoked ids are remembered, and for how long; as many as Celery's workers do."""
+ADMITTED_AT_ONCE = 16
+"""Messages that one call of the script admits; the server does nothing else meanwhile."""
 
 
 class IntakeSide(Base):
@@ -46,8 +49,10 @@ class IntakeSide(Base):
         return message
 
     def admit(self, batch: Sequence[Admission]) -> list[AdmitAnswer]:
-        """Admits or refuses messages in one round trip; each by one script."""
-        answers = [answer.decode() for answer in self.runner.run_many([self._admit(a) for a in batch])]
+        """Admits or refuses messages in one round trip; each as a whole."""
+        parts = [batch[first : first + ADMITTED_AT_ONCE] for first in range(0, len(batch), ADMITTED_AT_ONCE)]
+        found = self.runner.run_many([self._admit(part) for part in parts])
+        answers = [answer.decode() for part in found for answer in part]
         for position in (i for i, answer in enumerate(answers) if answer == "moved"):
             answers[position] = self._admit_over(batch[position])
         return [AdmitAnswer(answer) for answer in answers]
@@ -57,56 +62,46 @@ class IntakeSide(Base):
         answer = "moved"
         while answer == "moved":
             [lane] = self._lanes_of([admission.identity.task_id])
-            answer = self.runner.run_many([self._admit(admission, lane)])[0].decode()
+            [[raw]] = self.runner.run_many([self._admit([admission], lane)])
+            answer = raw.decode()
         return answer
 
-    def _admit(self, a: Admission, waits_in: str = "") -> Call:
-        keys, task_id = self.keys, a.identity.task_id
-        args: list[Arg] = [
-            a.source.raw,
-            task_id,
-            a.task,
-            a.identity.nesting,
-            a.identity.retries,
-            a.lane,
-            a.priority,
-            milliseconds(a.eta_s),
-            milliseconds(a.expires_s),
-            a.head,
-            a.tail,
-            dump(a.demand),
-            a.context_mib,
-            int(a.own_attempt),
-            dump(a.refusal) if a.refusal else "",
-            dump(a.waits_for) if a.waits_for else "",
-            dump(a.explanation),
-            waits_in,
-            dump(REVOKED),
-            *_batched(a),
-        ]
-        return Call(
-            "admit",
-            [
+    def _admit(self, part: Sequence[Admission], waits_in: str = "") -> Call:
+        keys = self.keys
+        names = [keys.counts, keys.tasks, keys.lanes, keys.changed, keys.wake, keys.scheduled, keys.expiring, keys.seq]
+        names += [keys.finished, keys.outbox, keys.awaited, keys.revoked]
+        args: list[Arg] = [_REVOKED]
+        for a in part:
+            task_id = a.identity.task_id
+            names += (
                 a.source.list_key,
                 keys.task(task_id),
                 keys.story(task_id),
-                keys.counts,
-                keys.tasks,
                 keys.lane(a.lane),
-                keys.lanes,
-                keys.changed,
-                keys.wake,
-                keys.scheduled,
-                keys.expiring,
-                keys.seq,
-                keys.finished,
-                keys.outbox,
-                keys.awaited,
                 keys.lane(waits_in),
-                keys.revoked,
-            ],
-            args,
-        )
+            )
+            args += (
+                a.source.raw,
+                task_id,
+                a.task,
+                a.identity.nesting,
+                a.identity.retries,
+                a.lane,
+                a.priority,
+                milliseconds(a.eta_s),
+                milliseconds(a.expires_s),
+                a.head,
+                a.tail,
+                dump(a.demand),
+                a.context_mib,
+                int(a.own_attempt),
+                dump(a.refusal) if a.refusal else "",
+                dump(a.waits_for) if a.waits_for else "",
+                dump(a.explanation),
+                waits_in,
+                *_batched(a),
+            )
+        return Call("admit", names, args)
 
     def remember_revoked(self, ids: Sequence[str]) -> None:
         """Remembers ids whose tasks, should they still come, are not to run."""

@@ -130,7 +130,7 @@ class NodeSide(Base):
                     _, _, least_mib = bound.get(field[2:], ("", "", int(vram)))
                     bound[field[2:]] = (task_id, proc, min(least_mib, int(vram)))
                 elif field.startswith("p:"):
-                    processes[uuid][field[2:]] = value.endswith(b"|1")
+                    processes[uuid][field[2:]] = value.split(b"|")[4] == b"1"
         return self._views(bound), processes
 
     def _views(self, bound: dict[str, tuple[str, str, int]]) -> list[AttemptView]:

@@ -23,11 +23,13 @@ from .codec import (
     load_reason,
     seconds,
 )
-from .runner import Call
+from .runner import Arg, Call
 from .types import Changes, Commit, CommitAnswer, LaneWindow, NodeView, Owed
 
 MOST_SEEN = 20_000
 """Batched tasks whose size is remembered; beyond it they are read anew."""
+COMMITS_AT_ONCE = 16
+"""Placements that one call of the script commits; the server does nothing else meanwhile."""
 
 
 class PlacementSide(Base):
@@ -150,52 +152,34 @@ class PlacementSide(Base):
     def commit(
         self, epoch: int, batch: Sequence[Commit], ahead: int, *, ignore_memory: bool = False
     ) -> list[CommitAnswer]:
-        """Commits placements in one round trip; each is checked again and made, or refused, as a whole."""
-        keys = self.keys
-        calls = [
-            Call(
-                "commit",
-                [
-                    keys.leader,
-                    keys.task(c.task_id),
-                    keys.story(c.task_id),
-                    keys.counts,
-                    keys.lane(c.lane),
-                    keys.changed,
-                    keys.wake,
-                    keys.availability,
-                    c.queue,
-                    keys.node(c.node),
-                    *(keys.book(uuid) for uuid in c.devices),
-                ],
-                [
-                    epoch,
-                    c.task_id,
-                    c.lane,
-                    c.attempt,
-                    c.slot,
-                    c.vram_mib,
-                    ahead,
-                    c.node,
-                    ",".join(c.devices),
-                    int(not ignore_memory),
-                    round(c.cpus * 1000),
-                    c.ram_mib,
-                    int(c.whole),
-                ],
-            )
-            for c in batch
+        """Commits placements in one round trip; each is checked again and made, or refused, as a whole.
+
+        Placement is not woken by what it has committed itself.
+        """
+        parts = [batch[first : first + COMMITS_AT_ONCE] for first in range(0, len(batch), COMMITS_AT_ONCE)]
+        answers = self.runner.run_many([self._commit(epoch, part, ahead, ignore_memory) for part in parts])
+        return [
+            _commit_answer(answer)
+            for part, found in zip(parts, answers, strict=True)
+            for answer in found or [b"fenced"] * len(part)
         ]
-        return [_commit_answer([part.decode() for part in answer]) for answer in self.runner.run_many(calls)]
+
+    def _commit(self, epoch: int, part: Sequence[Commit], ahead: int, ignore_memory: bool) -> Call:
+        keys, looks = self.keys, int(not ignore_memory)
+        names: list[str] = [keys.leader, keys.counts, keys.changed, keys.wake, keys.availability]
+        args: list[Arg] = [epoch, ahead, looks]
+        for c in part:
+            names += (keys.task(c.task_id), keys.story(c.task_id), keys.lane(c.lane), c.queue, keys.node(c.node))
+            names += [keys.book(uuid) for uuid in c.devices]
+            args += (c.task_id, c.lane, c.attempt, c.slot, c.vram_mib, c.node, ",".join(c.devices))
+            args += (round(c.cpus * 1000), c.ram_mib, int(c.whole), len(c.devices))
+        return Call("commit", names, args)
 
     def note_waits(self, epoch: int, reasons: Mapping[str, Reason]) -> None:
         """Notes on records (by id) why they wait."""
-        self.runner.run_many(
-            [
-                Call("wait_reason", [self.keys.leader, self.keys.task(task_id)], [epoch, dump(reason)])
-                for task_id, reason in reasons.items()
-            ]
-        )
+        if reasons:
+            names = [self.keys.leader, *map(self.keys.task, reasons)]
+            self.runner.run("wait_reason", names, [epoch, *map(dump, reasons.values())])
 
     def doom(self, epoch: int, uuid: str, wanted_mib: int) -> int:
         """Marks idle executor processes of a device for replacement, ``wanted_mib`` of leftover in all."""
@@ -269,7 +253,8 @@ def _sized(window: LaneWindow, seen: Mapping[tuple[str, float], tuple[float, flo
     return replace(window, waiting=waiting, sizes=sizes)
 
 
-def _commit_answer(parts: Sequence[str]) -> CommitAnswer:
-    if parts[0] != "refused":
-        return CommitAnswer(parts[0])
-    return CommitAnswer(parts[0], parts[1], parts[2], int(parts[3]))
+def _commit_answer(answer: bytes | Sequence[bytes]) -> CommitAnswer:
+    if isinstance(answer, bytes):
+        return CommitAnswer(answer.decode())
+    short, uuid, missing = answer
+    return CommitAnswer("refused", short.decode(), uuid.decode(), int(missing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,21 +11,35 @@ from importlib import resources
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 Arg = str | bytes | int
+
+_DEFINED = re.compile(r"^local (?:function )?(\w+)", re.MULTILINE)
 
 
 @cache
 def sources() -> dict[str, str]:
-    """Every script by name, each with the shared functions in front."""
+    """Every script by name, each with those of the shared functions in front that it uses.
+
+    A function is made anew each time that a script runs, which costs as much as a small command.
+    """
     folder = resources.files("brim.store") / "scripts"
-    common = (folder / "common.lua").read_text()
+    blocks = [block for block in (folder / "common.lua").read_text().split("\n\n") if _DEFINED.search(block)]
     return {
-        file.name.removesuffix(".lua"): common + file.read_text()
+        file.name.removesuffix(".lua"): _linked(file.read_text(), blocks)
         for file in folder.iterdir()
         if file.name.endswith(".lua") and file.name != "common.lua"
     }
+
+
+def _linked(script: str, blocks: Sequence[str]) -> str:
+    """The script behind the blocks that define what it names, and what these name; a block names only earlier ones."""
+    needed = script
+    for block in reversed(blocks):
+        if any(re.search(rf"\b{name}\b", needed) for name in _DEFINED.findall(block)):
+            needed = block + "\n\n" + needed
+    return needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +81,18 @@ class Runner:
         return answers
 
     def _send(self, calls: Sequence[Call]) -> list[Any]:
+        if len(calls) == 1:
+            # What a pipeline costs beside it is as much as the call itself.
+            try:
+                return [self._client.execute_command(*self._words(calls[0]))]
+            except ResponseError as error:
+                return [error]
         if not calls:
             return []
         pipeline = self._client.pipeline(transaction=False)
         for call in calls:
-            pipeline.evalsha(self._digests[call.script], len(call.keys), *call.keys, *call.args)
+            pipeline.execute_command(*self._words(call))
         return list(pipeline.execute(raise_on_error=False))
+
+    def _words(self, call: Call) -> Sequence[Arg]:
+        return ("EVALSHA", self._digests[call.script], len(call.keys), *call.keys, *call.args)

@@ -13,7 +13,7 @@ if known[2] ~= ARGV[1] then return { 'stale', '' } end
 
 local doomed, books = false, {}
 for i = 7, #KEYS do
-  local book = read_book(KEYS[i])
+  local book = open_book(KEYS[i], ARGV[1], ARGV[2])
   if not book.attempts[ARGV[1]] then return { 'stale', '' } end
   local process = book.processes[ARGV[2]]
   doomed = doomed or (process and process.doomed)
@@ -24,16 +24,11 @@ if state == 'running' and known[3] == ARGV[2] then return { answer, known[4] or 
 if state ~= 'claimed' then return { 'stale', '' } end
 
 for _, book in ipairs(books) do
-  book.attempts[ARGV[1]].proc = ARGV[2]
-  write_attempt(book, ARGV[1])
-  if not book.processes[ARGV[2]] then
-    book.processes[ARGV[2]] = fresh_process()
-    write_process(book, ARGV[2])
-  end
+  bind_holder(book, book.attempts[ARGV[1]], ARGV[2])
+  put_attempt(book, ARGV[1])
   show(book, KEYS[4], KEYS[5], KEYS[6])
 end
 local now = now_ms()
-redis.call('HSET', KEYS[1], 'proc', ARGV[2], 'started_ms', integer(now))
-move(KEYS[1], KEYS[3], state, 'running')
+move(KEYS[1], KEYS[3], state, 'running', 'proc', ARGV[2], 'started_ms', integer(now))
 tell(KEYS[2], now, doomed and 'doomed' or 'started', ',"attempt":"' .. ARGV[1] .. '","proc":"' .. ARGV[2] .. '"')
 return { answer, known[4] or '' }

@@ -11,7 +11,6 @@ if known[2] ~= ARGV[1] then return 'stale' end
 if state == 'claimed' and known[3] == ARGV[2] then return 'granted' end
 if state ~= 'placed' then return 'stale' end
 local now = now_ms()
-redis.call('HSET', KEYS[1], 'boot', ARGV[2], 'claimed_ms', integer(now))
-move(KEYS[1], KEYS[3], state, 'claimed')
+move(KEYS[1], KEYS[3], state, 'claimed', 'boot', ARGV[2], 'claimed_ms', integer(now))
 tell(KEYS[2], now, 'claimed', ',"attempt":"' .. ARGV[1] .. '"')
 return 'granted'

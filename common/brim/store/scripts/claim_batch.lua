@@ -21,8 +21,8 @@ for i = 5, #ARGV do
   elseif held and known[2] == attempt and state == 'placed' and now < (tonumber(known[4] or '') or math.huge) then
     answer = 'granted'
     redis.call('HSET', KEYS[1], 'i:' .. attempt, '1' .. string.sub(held, 2))
-    redis.call('HSET', record, 'boot', ARGV[1], 'proc', ARGV[2], 'claimed_ms', integer(now), 'started_ms', integer(now))
-    move(record, KEYS[2], state, 'running')
+    move(record, KEYS[2], state, 'running', 'boot', ARGV[1], 'proc', ARGV[2], 'claimed_ms', integer(now),
+      'started_ms', integer(now))
     tell(story, now, 'started', ',"attempt":"' .. attempt .. '"' .. sealed)
   end
   answers[i - 4] = answer

@@ -11,7 +11,7 @@
 
 if ARGV[8] ~= '' and fenced(KEYS[12], ARGV[8]) then return 'fenced' end
 local record, id, to = KEYS[1], ARGV[1], ARGV[2]
-local known = redis.call('HMGET', record, 'state', 'lane', 'attempt')
+local known = redis.call('HMGET', record, 'state', 'lane', 'attempt', 'proc', 'expires_ms')
 local state = known[1]
 if not state or not string.find(',' .. ARGV[4] .. ',', ',' .. state .. ',', 1, true) then
   if to == 'expired' then redis.call('ZREM', KEYS[8], id) end
@@ -26,7 +26,7 @@ if state == 'running' or state == 'finishing' then
 end
 if LIVE[state] then
   for i = 14, #KEYS do
-    local book = read_book(KEYS[i])
+    local book = open_book(KEYS[i], ARGV[6], known[4] or '')
     release(book, ARGV[6], nil, tonumber(ARGV[7]), now)
     show(book, KEYS[6], KEYS[4], KEYS[5])
   end
@@ -35,9 +35,8 @@ redis.call('ZREM', KEYS[10], id)
 redis.call('ZREM', KEYS[11], id)
 redis.call('ZREM', KEYS[13], id)
 changed(KEYS[4], KEYS[5], 'l:' .. ARGV[5])
-redis.call('HSET', record, 'reason', ARGV[3])
-move(record, KEYS[3], state, to)
+move(record, KEYS[3], state, to, 'reason', ARGV[3], 'ended_ms', integer(now))
 tell(KEYS[2], now, to, because(ARGV[3]))
-close(record, KEYS[7], KEYS[8], id, now, true)
+close(record, KEYS[7], KEYS[8], id, now, true, known[5])
 owe_answer(KEYS[9], record, id, to, ARGV[3])
 return 'closed'

@@ -1,56 +1,63 @@
--- Commits one placement: checks again that it fits, reserves memory and an executor on every device, writes the
--- lease and pushes the message (requirements A3, A5). All or nothing.
+-- Commits placements, each all or nothing: checks again that it fits, reserves memory and an executor on every device,
+-- writes the lease and pushes the message (requirements A3, A5). Each sees what those before it have reserved. Placement
+-- hears of the devices with the next changes that wake it: it knows already what it has placed there.
 --
--- KEYS  1 leader  2 record  3 story  4 counts  5 lane  6 changed  7 wake  8 availability  9 device queue  10 node
---       11.. books
--- ARGV  1 epoch  2 task id  3 lane  4 attempt  5 slot (goes between head and tail)  6 vram MiB per device
---       7 ahead  8 node  9 devices, comma-separated  10 "1" to look at memory, "0" to ignore it
---       11 thousandths of a host CPU  12 host RAM MiB  13 "1" if it wishes for whole GPUs: they must be empty, and
---       all that they can give away is held
--- Returns  {"committed"} (also when asked again) | {"fenced"} | {"stale"} (no longer waiting in this lane)
---          | {"refused", short resource, uuid (of host resources the node), missing amount}
+-- KEYS  1 leader  2 counts  3 changed  4 wake  5 availability, then of each placement:
+--       record  story  lane  device queue  node  its books
+-- ARGV  1 epoch  2 ahead  3 "1" to look at memory, "0" to ignore it, then of each placement:
+--       1 task id  2 lane  3 attempt  4 slot (goes between head and tail)  5 vram MiB per device  6 node
+--       7 devices, comma-separated  8 thousandths of a host CPU  9 host RAM MiB
+--       10 "1" if it wishes for whole GPUs: they must be empty, and all that they can give away is held
+--       11 number of devices
+-- Returns  {} fenced, or for each placement "committed" (also when asked again) | "stale" (no longer waiting in this
+--          lane) | {short resource, uuid (of host resources the node), missing amount} refused
 
-if fenced(KEYS[1], ARGV[1]) then return { 'fenced' } end
-local record, id = KEYS[2], ARGV[2]
-local known = redis.call('HMGET', record, 'state', 'lane', 'head', 'tail', 'attempt')
-if known[5] == ARGV[4] then return { 'committed' } end
-if known[1] ~= 'waiting' or known[2] ~= ARGV[3] then
-  redis.call('ZREM', KEYS[5], id)
-  return { 'stale' }
+if fenced(KEYS[1], ARGV[1]) then return {} end
+local ahead, looks, now = tonumber(ARGV[2]), ARGV[3] == '1', integer(now_ms())
+local books, placed, gone = {}, 0, {}
+
+local function book_of(key)
+  for _, book in ipairs(books) do
+    if book.key == key then return book end
+  end
+  local book = open_book(key, '', '')
+  books[#books + 1] = book
+  return book
 end
 
--- The same checks in the same order as brim.core.placement.fit.shortage and node_shortage.
-local vram, ahead, looks, whole = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[10] == '1', ARGV[13] == '1'
-local books, amounts = {}, {}
-for i = 11, #KEYS do
-  local book = read_book(KEYS[i])
-  if not book.info then return { 'refused', 'unknown', KEYS[i], '0' } end
-  local short, missing
-  local available = book.info.total_mib - book.info.headroom_mib - book.external - book.committed
-  local lacking = vram - available
-  if whole then lacking = math.max(lacking, book.committed) end
-  if book.state ~= 'up' then
-    short, missing = 'state', 0
-  elseif looks and lacking > 0 then
-    short, missing = 'memory', lacking
-  elseif book.busy >= book.info.executors + ahead then
-    short, missing = 'executors', book.busy - book.info.executors - ahead + 1
+-- Writes what has been reserved so far.
+local function settle()
+  local members = {}
+  for _, book in ipairs(books) do
+    local device = save(book, KEYS[5])
+    if device then members[#members + 1] = 'd:' .. device end
   end
-  if short then
-    changed(KEYS[6], KEYS[7], 'd:' .. book.info.uuid)
-    return { 'refused', short, book.info.uuid, integer(missing) }
-  end
-  books[#books + 1], amounts[#amounts + 1] = book, whole and math.max(vram, available) or vram
+  if #members > 0 then redis.call('SADD', KEYS[3], unpack(members)) end
 end
 
-local milli_cpus, ram = tonumber(ARGV[11]), tonumber(ARGV[12])
-if milli_cpus > 0 or ram > 0 then
-  local host = cjson.decode(redis.call('HGET', KEYS[10], 'info') or '{"cpus":0,"ram_mib":0,"devices":[]}')
+local function available_mib(book)
+  return book.total - book.headroom - book.external - committed_mib(book)
+end
+
+-- What a device is short of, by the same checks in the same order as brim.core.placement.fit.shortage; nil if nothing.
+local function shortage(book, vram, whole)
+  local lacking = vram - available_mib(book)
+  if whole then lacking = math.max(lacking, committed_mib(book)) end
+  if book.state ~= 'up' then return 'state', 0 end
+  if looks and lacking > 0 then return 'memory', lacking end
+  if book.busy >= book.executors + ahead then return 'executors', book.busy - book.executors - ahead + 1 end
+  return nil
+end
+
+-- The same of the host's resources, as brim.core.placement.fit.node_shortage; the node's devices are told changed then.
+local function node_shortage(key, node, milli_cpus, ram)
+  settle()
+  local host = cjson.decode(redis.call('HGET', key, 'info') or '{"cpus":0,"ram_mib":0,"devices":[]}')
   local milli_used, ram_used = 0, 0
   for _, info in ipairs(host.devices) do
-    local entry = redis.call('HGET', KEYS[8], info.uuid)
+    local entry = redis.call('HGET', KEYS[5], info.uuid)
     local device = entry and cjson.decode(entry)
-    if device and device.node == ARGV[8] then
+    if device and device.node == node then
       milli_used, ram_used = milli_used + math.floor(device.cpus_used * 1000 + 0.5), ram_used + device.ram_used_mib
     end
   end
@@ -63,31 +70,81 @@ if milli_cpus > 0 or ram > 0 then
     short, missing = 'ram', ram_missing
   end
   if short then
-    for _, info in ipairs(host.devices) do changed(KEYS[6], KEYS[7], 'd:' .. info.uuid) end
-    return { 'refused', short, ARGV[8], integer(missing) }
+    for _, info in ipairs(host.devices) do changed(KEYS[3], KEYS[4], 'd:' .. info.uuid) end
   end
+  return short, missing
 end
 
-local now = now_ms()
-for i, book in ipairs(books) do
-  local first = i == 1
-  book.attempts[ARGV[4]] = { vram = amounts[i], milli_cpus = first and milli_cpus or 0, ram = first and ram or 0,
-                             proc = '', id = id }
-  write_attempt(book, ARGV[4])
-  if whole and looks then
-    book.whole = ARGV[4]
-    redis.call('HSET', book.key, 'whole', ARGV[4])
-  end
-  show(book, KEYS[8], KEYS[6], KEYS[7])
+-- Takes an id out of its lane, with all others at the end.
+local function leave(lane, id)
+  local ids = gone[lane] or {}
+  ids[#ids + 1] = id
+  gone[lane] = ids
 end
-redis.call('ZREM', KEYS[5], id)
-redis.call('HSET', record, 'attempt', ARGV[4], 'devices', ARGV[9], 'node', ARGV[8], 'queue', KEYS[9],
-  'placed_ms', integer(now))
-redis.call('HDEL', record, 'executor', 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher',
-  'finisher_ms', 'peak_mib', 'sampled_mib')
-redis.call('HINCRBY', record, 'attempts', 1)
-move(record, KEYS[4], 'waiting', 'placed')
-tell(KEYS[3], now, 'placed', ',"attempt":"' .. ARGV[4] .. '","node":' .. cjson.encode(ARGV[8]) .. ',"devices":"'
-  .. ARGV[9] .. '","vram_mib":' .. integer(vram) .. (whole and ',"whole":true' or ''))
-redis.call('LPUSH', KEYS[9], known[3] .. ARGV[5] .. known[4])
-return { 'committed' }
+
+local function commit(record, story, lane, queue, node_key, first_book, at)
+  local id, attempt, node, whole = ARGV[at + 1], ARGV[at + 3], ARGV[at + 6], ARGV[at + 10] == '1'
+  local known = redis.call('HMGET', record, 'state', 'lane', 'head', 'tail', 'attempt', 'attempts', 'reason')
+  if known[5] == attempt then return 'committed' end
+  if known[1] ~= 'waiting' or known[2] ~= ARGV[at + 2] then
+    leave(lane, id)
+    return 'stale'
+  end
+  local vram, reserved = tonumber(ARGV[at + 5]), {}
+  for i = 1, tonumber(ARGV[at + 11]) do
+    local book = book_of(KEYS[first_book + i - 1])
+    if not book.fixed then return { 'unknown', book.key, '0' } end
+    local short, mib = shortage(book, vram, whole)
+    if short then
+      changed(KEYS[3], KEYS[4], 'd:' .. book.device)
+      return { short, book.device, integer(mib) }
+    end
+    reserved[i] = book
+  end
+  local milli_cpus, ram = tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9])
+  if milli_cpus > 0 or ram > 0 then
+    local short, missing = node_shortage(node_key, node, milli_cpus, ram)
+    if short then return { short, node, integer(missing) } end
+  end
+
+  for i, book in ipairs(reserved) do
+    -- The host's part stands with the first device.
+    if i == 2 then milli_cpus, ram = 0, 0 end
+    local amount = whole and math.max(vram, available_mib(book)) or vram
+    book.committed, book.busy = book.committed + amount, book.busy + 1
+    book.milli_cpus, book.ram = book.milli_cpus + milli_cpus, book.ram + ram
+    put(book, 'a:' .. attempt, string.format(HELD, amount, milli_cpus, ram, '', id))
+    if whole and looks then
+      book.whole = attempt
+      put(book, 'whole', attempt)
+    end
+  end
+  leave(lane, id)
+  local attempts = tonumber(known[6] or '0')
+  if attempts > 0 then
+    redis.call('HDEL', record, 'executor', 'reason', 'boot', 'proc', 'claimed_ms', 'started_ms', 'finished_ms', 'finisher',
+      'finisher_ms', 'peak_mib', 'sampled_mib')
+  elseif known[7] then
+    redis.call('HDEL', record, 'reason')
+  end
+  redis.call('HSET', record, 'state', 'placed', 'attempt', attempt, 'devices', ARGV[at + 7], 'node', node, 'queue', queue,
+    'placed_ms', now, 'attempts', integer(attempts + 1))
+  tell(story, now, 'placed', ',"attempt":"' .. attempt .. '","node":' .. cjson.encode(node) .. ',"devices":"'
+    .. ARGV[at + 7] .. '","vram_mib":' .. ARGV[at + 5] .. (whole and ',"whole":true' or ''))
+  redis.call('LPUSH', queue, known[3] .. ARGV[at + 4] .. known[4])
+  placed = placed + 1
+  return 'committed'
+end
+
+local answers, key, at = {}, 6, 3
+while at < #ARGV do
+  answers[#answers + 1] = commit(KEYS[key], KEYS[key + 1], KEYS[key + 2], KEYS[key + 3], KEYS[key + 4], key + 5, at)
+  key, at = key + 5 + ARGV[at + 11], at + 11
+end
+settle()
+for lane, ids in pairs(gone) do redis.call('ZREM', lane, unpack(ids)) end
+if placed > 0 then
+  redis.call('HINCRBY', KEYS[2], 'waiting', -placed)
+  redis.call('HINCRBY', KEYS[2], 'placed', placed)
+end
+return answers

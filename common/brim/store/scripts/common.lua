@@ -1,4 +1,5 @@
--- Shared by every script: this text is put in front of each of them when they are loaded.
+-- Shared by the scripts: of these blocks, which empty lines part, those that a script uses (and what they use in turn)
+-- are put in front of it when it is loaded, in this order. A block that defines nothing is only for people.
 --
 -- Record    HASH  one task; its fields are listed in docs/redis-keys.md.
 -- Book      HASH  one device:
@@ -10,21 +11,30 @@
 --                 an attempt that holds an executor here; the host's part stands with its first device
 --   whole         the attempt that has the device to itself, if one has: it holds all that can be given away
 --   x:<executor>  "<vram MiB>|<proc or nothing>": a model executor's reservation, for as long as it lives
---   p:<proc>      "<measured MiB or -1>|<floor MiB>|<context MiB>|<last end ms>|<doomed 0/1>"
+--   p:<proc>      "<measured MiB or -1>|<floor MiB>|<context MiB>|<last end ms>|<doomed 0/1>|<reserved MiB>"
+--   entry         JSON  the device's entry in the availability table: the sums of the book, kept by differences, so that
+--                 a transition need not read all of it
 -- A process counts as max(what is reserved for what is bound to it, measured; unknown: its floor).
 -- Executor  HASH  one model executor, the book of its items; its fields are listed in docs/redis-keys.md:
 --   id            its own name: whoever has a book and finds this knows that it is an executor's
 --   i:<attempt>   an item that it holds: "1" once sealed, "0" before, and JSON; items hold no memory of their own
 
 local LIVE = { placed = true, claimed = true, running = true, finishing = true }
+
 -- States in which brim itself has answered the producer: nothing runs under this id any more.
 local ANSWERED = { cancelled = true, expired = true, dead = true }
+
 local TERMINAL = { succeeded = true, failed = true, cancelled = true, expired = true, dead = true }
+
 local STORY_LENGTH = 200
+
 local RESIDENCY_LENGTH = 2000
+
 -- The latest peaks that are kept while nobody learns from them.
 local LATEST_PEAKS = 10000
+
 local PRIORITY_STEP = 2 ^ 47
+
 -- Batched tasks age: a step of priority is worth ten seconds of waiting (brim.core.batching.PRIORITY_STEP_S).
 local AGEING_STEP = 10 * 100000
 
@@ -34,7 +44,7 @@ local function now_ms()
 end
 
 local function integer(number)
-  return string.format('%.0f', number)
+  return string.format('%d', number)
 end
 
 -- One line of a task's story; `more` is a JSON fragment that starts with a comma, or nothing.
@@ -57,11 +67,16 @@ local function reside(residency, executor, event, more)
   redis.call('LTRIM', residency, -RESIDENCY_LENGTH, -1)
 end
 
--- Moves a task from one state to another and keeps the counts.
-local function move(record, counts, from, to)
-  redis.call('HSET', record, 'state', to)
+-- Keeps the counts of a task that goes from one state (nil: it is new) to another.
+local function count(counts, from, to)
   if from then redis.call('HINCRBY', counts, from, -1) end
   redis.call('HINCRBY', counts, to, 1)
+end
+
+-- Moves a task from one state to another, with further fields and values of its record, and keeps the counts.
+local function move(record, counts, from, to, ...)
+  redis.call('HSET', record, 'state', to, ...)
+  count(counts, from, to)
 end
 
 -- Wakes placement; the list is a semaphore of at most one.
@@ -82,24 +97,38 @@ local function overflow_order(priority, tick, batch)
   return integer(tonumber(priority) * PRIORITY_STEP + tick)
 end
 
+-- What the tasks of a lane have in common, as JSON; `batch` is JSON or nothing.
+local function in_common(task, demand, context_mib, batch)
+  return '{"task":' .. cjson.encode(task) .. ',"demand":' .. demand .. ',"context_mib":' .. context_mib
+    .. (batch and batch ~= '' and ',"batch":' .. batch or '') .. '}'
+end
+
 -- Puts a waiting task into its lane. `lanes` keeps what every task of the lane has in common.
 local function enqueue(record, lane_key, lanes, changes, wake, id)
   local fields = redis.call('HMGET', record, 'lane', 'order', 'task', 'demand', 'context_mib', 'batch')
   redis.call('ZADD', lane_key, fields[2], id)
-  redis.call('HSET', lanes, fields[1], '{"task":' .. cjson.encode(fields[3]) .. ',"demand":' .. fields[4]
-    .. ',"context_mib":' .. fields[5] .. (fields[6] and ',"batch":' .. fields[6] or '') .. '}')
+  redis.call('HSET', lanes, fields[1], in_common(fields[3], fields[4], fields[5], fields[6]))
   changed(changes, wake, 'l:' .. fields[1])
 end
 
 local function parse_process(value)
-  local measured, floor, context, ended, doomed = string.match(value, '^(-?%d+)|(%d+)|(%d+)|(%d+)|(%d)$')
+  local measured, floor, context, ended, doomed, reserved =
+    string.match(value, '^(-?%d+)|(%d+)|(%d+)|(%d+)|(%d)|?(%d*)$')
   return { measured = tonumber(measured), floor = tonumber(floor), context = tonumber(context),
-           ended = tonumber(ended), doomed = doomed == '1', reserved = 0 }
+           ended = tonumber(ended), doomed = doomed == '1', reserved = tonumber(reserved) or 0, text = value }
 end
 
 local function format_process(process)
-  return integer(process.measured) .. '|' .. integer(process.floor) .. '|' .. integer(process.context)
-    .. '|' .. integer(process.ended) .. '|' .. (process.doomed and '1' or '0')
+  return string.format('%d|%d|%d|%.0f|%d|%d', process.measured, process.floor, process.context, process.ended,
+    process.doomed and 1 or 0, process.reserved)
+end
+
+-- What an attempt holds of a device, as it stands in the book.
+local HELD = '%d|%d|%d|%s|%s'
+
+local function parse_attempt(value)
+  local vram, milli_cpus, ram, proc, id = string.match(value, '^(%d+)|(%d+)|(%d+)|([^|]*)|(.*)$')
+  return { vram = tonumber(vram), milli_cpus = tonumber(milli_cpus), ram = tonumber(ram), proc = proc, id = id }
 end
 
 local function fresh_process()
@@ -111,78 +140,159 @@ local function held_mib(process)
   return process.measured >= 0 and process.measured or process.floor
 end
 
--- Sums a book up: what is committed, what of it idle processes would give back, and what attempts hold besides.
-local function add_up(book)
-  local committed, reclaimable, busy, milli_cpus, ram = 0, 0, 0, 0, 0
-  for _, process in pairs(book.processes) do process.reserved = 0 end
-  for _, attempt in pairs(book.attempts) do
-    busy, milli_cpus, ram = busy + 1, milli_cpus + attempt.milli_cpus, ram + attempt.ram
-  end
-  for _, holders in ipairs({ book.attempts, book.residents }) do
-    for _, holder in pairs(holders) do
-      if holder.proc == '' then
-        committed = committed + holder.vram
-      else
-        local process = book.processes[holder.proc] or fresh_process()
-        process.reserved = process.reserved + holder.vram
-        book.processes[holder.proc] = process
-      end
-    end
-  end
-  for _, process in pairs(book.processes) do
-    committed = committed + math.max(process.reserved, held_mib(process))
-    if process.reserved == 0 and not process.doomed then reclaimable = reclaimable + held_mib(process) end
-  end
-  if book.whole then committed = math.max(committed, book.info.total_mib - book.info.headroom_mib - book.external) end
-  book.committed, book.reclaimable, book.busy = committed, reclaimable, busy
-  book.milli_cpus, book.ram = milli_cpus, ram
+-- Puts a process into a book's sums (`sign` 1), or takes it out (-1). Whatever changes it stands between the two.
+local function weigh(book, process, sign)
+  local held = held_mib(process)
+  book.committed = book.committed + sign * math.max(process.reserved, held)
+  if process.reserved == 0 and not process.doomed then book.reclaimable = book.reclaimable + sign * held end
 end
 
--- Reads a device's book: attempts, model executors and processes with what is reserved for them, and the sums. A model
+-- A process of a book, which may have no entry yet.
+local function process_of(book, proc)
+  if not book.processes[proc] then
+    local text = redis.call('HGET', book.key, 'p:' .. proc)
+    book.processes[proc] = text and parse_process(text) or fresh_process()
+  end
+  return book.processes[proc]
+end
+
+-- The same as `weigh` for the memory of an attempt or model executor: its process's, or its own while it has none.
+local function weigh_holder(book, holder, sign)
+  if holder.proc == '' then
+    book.committed = book.committed + sign * holder.vram
+    return
+  end
+  local process = process_of(book, holder.proc)
+  weigh(book, process, -1)
+  process.reserved = process.reserved + sign * holder.vram
+  weigh(book, process, 1)
+end
+
+-- From here on a process holds what an attempt or model executor has reserved.
+local function bind_holder(book, holder, proc)
+  weigh_holder(book, holder, -1)
+  holder.proc = proc
+  weigh_holder(book, holder, 1)
+end
+
+-- Puts all that an attempt holds into a book's sums, or takes it out.
+local function weigh_attempt(book, held, sign)
+  book.busy, book.milli_cpus = book.busy + sign, book.milli_cpus + sign * held.milli_cpus
+  book.ram = book.ram + sign * held.ram
+  weigh_holder(book, held, sign)
+end
+
+-- What an entry in the availability table says, and the part of it that does not change.
+local ENTRY = '{"state":"%s","external_mib":%d,"committed_mib":%d,"busy":%d,"reclaimable_mib":%d,"cpus_used":%.3f,'
+  .. '"ram_used_mib":%d,"total_mib":%d,"headroom_mib":%d,"executors":%d,"uuid":%s'
+
+local PARSED_ENTRY = '^{"state":"(%a+)","external_mib":(%d+),"committed_mib":(%d+),"busy":(%d+),"reclaimable_mib":(%d+),'
+  .. '"cpus_used":([%d.]+),"ram_used_mib":(%d+),"total_mib":(%d+),"headroom_mib":(%d+),"executors":(%d+),"uuid":("([^"]+)".*)$'
+
+-- Reads all of a device's book: attempts, model executors and processes, from which it is summed up anew. A model
 -- executor's own book is only named: nothing in it is memory.
 local function read_book(key)
-  local book = { key = key, attempts = {}, residents = {}, processes = {}, external = 0, sampled_ms = 0 }
-  book.executor = redis.call('HGET', key, 'id') or nil
-  if book.executor then return book end
+  local book = { key = key, attempts = {}, residents = {}, processes = {}, external = 0, sampled_ms = 0,
+                 committed = 0, reclaimable = 0, busy = 0, milli_cpus = 0, ram = 0 }
   local flat = redis.call('HGETALL', key)
   for i = 1, #flat, 2 do
     local field, value = flat[i], flat[i + 1]
     local kind = string.sub(field, 1, 2)
     if kind == 'a:' then
-      local vram, milli_cpus, ram, proc, id = string.match(value, '^(%d+)|(%d+)|(%d+)|([^|]*)|(.*)$')
-      book.attempts[string.sub(field, 3)] = { vram = tonumber(vram), milli_cpus = tonumber(milli_cpus),
-                                              ram = tonumber(ram), proc = proc, id = id }
+      book.attempts[string.sub(field, 3)] = parse_attempt(value)
     elseif kind == 'x:' then
       local vram, proc = string.match(value, '^(%d+)|(.*)$')
       book.residents[string.sub(field, 3)] = { vram = tonumber(vram), proc = proc }
     elseif kind == 'p:' then
       book.processes[string.sub(field, 3)] = parse_process(value)
     elseif field == 'info' then
-      book.info = cjson.decode(value)
-    elseif field == 'state' or field == 'whole' then
+      local info = cjson.decode(value)
+      book.total, book.headroom, book.executors = info.total_mib, info.headroom_mib, info.executors
+      book.device = info.uuid
+      book.fixed = string.format('%s,"node":%s,"index":%d,"model":%s,"tasks":%s}', cjson.encode(info.uuid),
+        cjson.encode(info.node), info.index, cjson.encode(info.model), cjson.encode(info.tasks))
+    elseif field == 'id' then
+      book.executor = value
+    elseif field == 'state' or field == 'whole' or field == 'entry' then
       book[field] = value
-    else
+    elseif field == 'external' or field == 'sampled_ms' then
       book[field] = tonumber(value)
     end
   end
-  add_up(book)
+  for _, process in pairs(book.processes) do
+    process.reserved = 0
+    weigh(book, process, 1)
+  end
+  for _, held in pairs(book.attempts) do weigh_attempt(book, held, 1) end
+  for _, held in pairs(book.residents) do weigh_holder(book, held, 1) end
   return book
 end
 
--- Writes one attempt, model executor or process of a book.
-local function write_attempt(book, attempt)
+-- Opens a book at one attempt ('' none) and the process that it is bound to, or is to be bound to ('' none): what a
+-- transition needs costs the same, however much else stands there. What an attempt alone on its device holds besides
+-- does not stand in the entry; that book is read as a whole.
+local function open_book(key, attempt, proc)
+  local fields = redis.call('HMGET', key, 'entry', 'whole', 'id', 'a:' .. attempt, 'p:' .. proc)
+  local entry = fields[1]
+  if fields[3] then return { key = key, executor = fields[3], attempts = {}, processes = {} } end
+  if fields[2] or not entry then return read_book(key) end
+  local state, external, committed, busy, reclaimable, cpus, ram, total, headroom, executors, fixed, device =
+    string.match(entry, PARSED_ENTRY)
+  if string.find(device, '\\', 1, true) then device = string.gsub(device, '\\(.)', '%1') end
+  return { key = key, entry = entry, state = state, external = tonumber(external), committed = tonumber(committed),
+           busy = tonumber(busy), reclaimable = tonumber(reclaimable), milli_cpus = math.floor(cpus * 1000 + 0.5),
+           ram = tonumber(ram), total = tonumber(total), headroom = tonumber(headroom), executors = tonumber(executors),
+           fixed = fixed, device = device, attempts = { [attempt] = fields[4] and parse_attempt(fields[4]) or nil },
+           processes = { [proc] = fields[5] and parse_process(fields[5]) or nil } }
+end
+
+-- Notes a field of a book that is to be written, or to be cut out, when the book is saved.
+local function put(book, field, value)
+  local set = book.set
+  if set then
+    set[#set + 1] = field
+    set[#set + 1] = value
+  else
+    book.set = { field, value }
+  end
+end
+
+local function cut(book, field)
+  book.cut = book.cut or {}
+  book.cut[#book.cut + 1] = field
+end
+
+-- Notes one attempt or model executor of a book.
+local function put_attempt(book, attempt)
   local held = book.attempts[attempt]
-  redis.call('HSET', book.key, 'a:' .. attempt, integer(held.vram) .. '|' .. integer(held.milli_cpus) .. '|'
-    .. integer(held.ram) .. '|' .. held.proc .. '|' .. held.id)
+  put(book, 'a:' .. attempt, string.format(HELD, held.vram, held.milli_cpus, held.ram, held.proc, held.id))
 end
 
-local function write_resident(book, executor)
+local function put_resident(book, executor)
   local held = book.residents[executor]
-  redis.call('HSET', book.key, 'x:' .. executor, integer(held.vram) .. '|' .. held.proc)
+  put(book, 'x:' .. executor, string.format('%d|%s', held.vram, held.proc))
 end
 
-local function write_process(book, proc)
-  redis.call('HSET', book.key, 'p:' .. proc, format_process(book.processes[proc]))
+local function drop_resident(book, executor)
+  local held = book.residents[executor]
+  if not held then return end
+  weigh_holder(book, held, -1)
+  book.residents[executor] = nil
+  cut(book, 'x:' .. executor)
+end
+
+local function drop_process(book, proc)
+  local process = book.processes[proc]
+  if not process then return end
+  weigh(book, process, -1)
+  book.processes[proc] = nil
+  cut(book, 'p:' .. proc)
+end
+
+-- Sets the state that a device is in.
+local function set_state(book, state)
+  book.state = state
+  put(book, 'state', state)
 end
 
 -- Whether a device is one of this node's; another node may have registered it since, or it may be gone.
@@ -191,22 +301,43 @@ local function is_of(key, node)
   return info and cjson.decode(info).node == node
 end
 
--- Rewrites the device's entry in the availability table from its book, and tells placement if it changed; of a model
--- executor's book, tells it that it changed.
+-- What is committed of a device: an attempt that has it to itself holds all that can be given away.
+local function committed_mib(book)
+  if not book.whole then return book.committed end
+  return math.max(book.committed, book.total - book.headroom - book.external)
+end
+
+-- Writes what has changed in a book, and the device's entry in the availability table. Returns the device if that is
+-- another entry now.
+local function save(book, availability)
+  if not book.fixed then return nil end
+  for proc, process in pairs(book.processes) do
+    local text = format_process(process)
+    if text ~= process.text then
+      process.text = text
+      put(book, 'p:' .. proc, text)
+    end
+  end
+  local entry = string.format(ENTRY, book.state, book.external, committed_mib(book), book.busy, book.reclaimable,
+    book.milli_cpus / 1000, book.ram, book.total, book.headroom, book.executors, book.fixed)
+  local device = nil
+  if entry ~= book.entry then
+    book.entry, device = entry, book.device
+    put(book, 'entry', entry)
+    redis.call('HSET', availability, device, entry)
+  end
+  if book.cut then redis.call('HDEL', book.key, unpack(book.cut)) end
+  if book.set then redis.call('HSET', book.key, unpack(book.set)) end
+  book.set, book.cut = nil, nil
+  return device
+end
+
+-- Saves a book, and tells placement if the device's entry has changed; of a model executor's book, tells it that it
+-- has changed.
 local function show(book, availability, changes, wake)
   if book.executor then return changed(changes, wake, 'x:' .. book.executor) end
-  if not book.info then return end
-  add_up(book)
-  local info = book.info
-  local entry = cjson.encode({
-    uuid = info.uuid, node = info.node, index = info.index, model = info.model, total_mib = info.total_mib,
-    headroom_mib = info.headroom_mib, executors = info.executors, tasks = info.tasks, state = book.state,
-    external_mib = book.external, committed_mib = book.committed, busy = book.busy,
-    reclaimable_mib = book.reclaimable, cpus_used = book.milli_cpus / 1000, ram_used_mib = book.ram })
-  if redis.call('HGET', availability, info.uuid) ~= entry then
-    redis.call('HSET', availability, info.uuid, entry)
-    changed(changes, wake, 'd:' .. info.uuid)
-  end
+  local device = save(book, availability)
+  if device then changed(changes, wake, 'd:' .. device) end
 end
 
 -- Takes an attempt out of a device's book. Its process then counts as its `leftover`; where that is not known, as
@@ -215,39 +346,46 @@ local function release(book, attempt, leftover, context, now)
   if book.executor then return redis.call('HDEL', book.key, 'i:' .. attempt) end
   local held = book.attempts[attempt]
   if not held then return end
+  local process = held.proc ~= '' and process_of(book, held.proc)
+  local counted = process and math.max(process.reserved, held_mib(process))
+  weigh_attempt(book, held, -1)
   book.attempts[attempt] = nil
-  redis.call('HDEL', book.key, 'a:' .. attempt)
+  cut(book, 'a:' .. attempt)
   if book.whole == attempt then
     book.whole = nil
-    redis.call('HDEL', book.key, 'whole')
+    cut(book, 'whole')
   end
-  if held.proc == '' then return end
-  local process = book.processes[held.proc]
+  if not process then return end
+  weigh(book, process, -1)
   if leftover then
     process.measured, process.floor = leftover, 0
   else
-    process.measured, process.floor = -1, math.max(process.reserved, held_mib(process))
+    process.measured, process.floor = -1, counted
   end
   process.context, process.ended = context, now
-  write_process(book, held.proc)
+  weigh(book, process, 1)
 end
 
--- Notes the peak of an attempt that is over: in its record, and for calibration, which learns from it (see
--- brim.store.calibration). `counted` is what the frameworks in its process counted, or nothing: then the agent's samples
--- have the word, and where they have not seen it either it stays unknown. Returns a JSON fragment for the story.
-local function note_peak(record, peaks, id, attempt, book, counted, ran_out)
-  local known = redis.call('HMGET', record, 'sampled_mib', 'estimate')
-  local peak = counted ~= '' and counted or known[1]
-  if not peak then return '' end
-  redis.call('HSET', record, 'peak_mib', peak)
+-- The peak of an attempt that is over: what the frameworks in its process `counted`, or nothing (''): then the agent's
+-- samples have the word, and where they have not seen it either it stays unknown (nil).
+local function peak_of(counted, sampled)
+  return counted ~= '' and counted or sampled or nil
+end
+
+-- Notes the peak of an attempt that is over for calibration, which learns from it (see brim.store.calibration).
+-- `estimate`: how its demand was worked out, JSON, if that is known.
+local function note_peak(peaks, id, attempt, book, peak, estimate, ran_out)
   local held = book.attempts[attempt]
-  if known[2] and held then
-    redis.call('RPUSH', peaks, '{"task_id":' .. cjson.encode(id) .. ',"gpu_model":' .. cjson.encode(book.info.model)
-      .. ',"reserved_mib":' .. integer(held.vram) .. ',"peak_mib":' .. peak .. ',"out_of_memory":'
-      .. tostring(ran_out) .. ',"estimate":' .. known[2] .. '}')
-    redis.call('LTRIM', peaks, -LATEST_PEAKS, -1)
-  end
-  return ',"peak_mib":' .. peak
+  if not (peak and estimate and held) then return end
+  local line = '{"task_id":' .. cjson.encode(id) .. ',"gpu_model":' .. string.match(book.fixed, '"model":(.-),"tasks":')
+    .. ',"reserved_mib":' .. integer(held.vram) .. ',"peak_mib":' .. peak .. ',"out_of_memory":'
+    .. tostring(ran_out) .. ',"estimate":' .. estimate .. '}'
+  if redis.call('RPUSH', peaks, line) > LATEST_PEAKS then redis.call('LTRIM', peaks, -LATEST_PEAKS, -1) end
+end
+
+-- A peak as a JSON fragment for the story.
+local function peaked(peak)
+  return peak and ',"peak_mib":' .. peak or ''
 end
 
 -- The fencing check (invariant 4): true unless `epoch` is the active placement's.
@@ -260,28 +398,26 @@ local function later(nesting, retries, than_nesting, than_retries)
   return nesting > than_nesting or (nesting == than_nesting and retries > than_retries)
 end
 
--- Forgets the message of a newer run that was held.
-local function drop_next(record)
-  redis.call('HDEL', record, 'next', 'next_list', 'next_nesting', 'next_retries')
-end
-
 -- Leaves a task to its next run. Where that run's message is held already, it goes back to its broker list, the
 -- first in turn there.
 local function hand_over(record, awaited, expiring, id, now)
   local held = redis.call('HMGET', record, 'next', 'next_list')
   if held[1] then redis.call('RPUSH', held[2], held[1]) end
-  drop_next(record)
+  redis.call('HDEL', record, 'next', 'next_list', 'next_nesting', 'next_retries')
   redis.call('ZADD', awaited, integer(now), id)
   redis.call('ZREM', expiring, id)
 end
 
--- Closes a task: the envelope goes unless an answer or a later retry still needs it.
-local function close(record, finished, expiring, id, now, keep_envelope)
-  redis.call('HSET', record, 'ended_ms', integer(now))
-  drop_next(record)
-  if not keep_envelope then redis.call('HDEL', record, 'head', 'tail') end
+-- Closes a task: no newer run is held any more, and the envelope goes unless an answer or a later retry still needs it.
+-- `expires`: the record's `expires_ms`; only with one can it be listed to expire.
+local function close(record, finished, expiring, id, now, keep_envelope, expires)
+  if keep_envelope then
+    redis.call('HDEL', record, 'next', 'next_list', 'next_nesting', 'next_retries')
+  else
+    redis.call('HDEL', record, 'next', 'next_list', 'next_nesting', 'next_retries', 'head', 'tail')
+  end
   redis.call('ZADD', finished, integer(now), id)
-  redis.call('ZREM', expiring, id)
+  if expires and expires ~= '' then redis.call('ZREM', expiring, id) end
 end
 
 -- Notes an answer that brim itself has to give; the record stays until it is given.

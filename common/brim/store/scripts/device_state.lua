@@ -6,7 +6,8 @@
 local known = redis.call('HMGET', KEYS[1], 'boot', 'state')
 if known[1] ~= ARGV[1] or known[2] == 'lost' then return 0 end
 for i = 5, #KEYS do
-  redis.call('HSET', KEYS[i], 'state', ARGV[2])
-  show(read_book(KEYS[i]), KEYS[2], KEYS[3], KEYS[4])
+  local book = read_book(KEYS[i])
+  set_state(book, ARGV[2])
+  show(book, KEYS[2], KEYS[3], KEYS[4])
 end
 return 1

@@ -21,8 +21,9 @@ local marked = 0
 for _, proc in ipairs(idle) do
   if wanted <= 0 then break end
   local process = book.processes[proc]
+  weigh(book, process, -1)
   process.doomed = true
-  write_process(book, proc)
+  weigh(book, process, 1)
   wanted, marked = wanted - held_mib(process), marked + 1
 end
 if marked > 0 then show(book, KEYS[3], KEYS[4], KEYS[5]) end

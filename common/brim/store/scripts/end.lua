@@ -12,8 +12,9 @@
 -- A task that was asked to be cancelled while it ran has no next run: brim answers for it.
 
 local record, id, attempt = KEYS[1], ARGV[1], ARGV[2]
-local known = redis.call('HMGET', record, 'state', 'attempt', 'next', 'cancel')
-local state = known[1]
+local known = redis.call('HMGET', record, 'state', 'attempt', 'proc', 'next', 'cancel', 'sampled_mib', 'estimate',
+  'expires_ms')
+local state, proc, next_message, cancel = known[1], known[3] or '', known[4], known[5]
 if not state then return 'unknown' end
 if known[2] ~= attempt or not LIVE[state] then return 'stale' end
 
@@ -21,29 +22,30 @@ local now, context = now_ms(), tonumber(ARGV[6])
 local leftovers = {}
 for amount in string.gmatch(ARGV[5], '[^,]+') do leftovers[#leftovers + 1] = tonumber(amount) end
 local ran_out = ARGV[4] ~= '' and cjson.decode(ARGV[4]).code == 'out_of_memory'
-local books = {}
-for i = 12, #KEYS do books[i - 11] = read_book(KEYS[i]) end
-local noted = note_peak(record, KEYS[11], id, attempt, books[1], ARGV[7], ran_out)
-for i, book in ipairs(books) do
-  release(book, attempt, leftovers[i], context, now)
+local peak = peak_of(ARGV[7], known[6])
+for i = 12, #KEYS do
+  local book = open_book(KEYS[i], attempt, proc)
+  if i == 12 then note_peak(KEYS[11], id, attempt, book, peak, known[7], ran_out) end
+  release(book, attempt, leftovers[i - 11], context, now)
   show(book, KEYS[6], KEYS[4], KEYS[5])
 end
 
 local to, reason, promoted, owed = ARGV[3], ARGV[4], false, false
-if known[4] then
+if cancel then
   owed = to == 'handed_over'
-  if owed then to, reason = 'cancelled', known[4] end
-elseif known[3] and not ANSWERED[to] then
+  if owed then to, reason = 'cancelled', cancel end
+elseif next_message and not ANSWERED[to] then
   to, promoted = 'handed_over', true
 end
-redis.call('HSET', record, 'ended_ms', integer(now))
-if reason ~= '' then redis.call('HSET', record, 'reason', reason) end
-move(record, KEYS[3], state, to)
-tell(KEYS[2], now, to, ',"attempt":"' .. attempt .. '"' .. because(reason) .. noted)
+local fields = { 'ended_ms', integer(now) }
+if reason ~= '' then fields = { 'reason', reason, unpack(fields) } end
+if peak then fields = { 'peak_mib', peak, unpack(fields) } end
+move(record, KEYS[3], state, to, unpack(fields))
+tell(KEYS[2], now, to, ',"attempt":"' .. attempt .. '"' .. because(reason) .. peaked(peak))
 if to == 'handed_over' then
   hand_over(record, KEYS[10], KEYS[8], id, now)
 else
-  close(record, KEYS[7], KEYS[8], id, now, owed)
+  close(record, KEYS[7], KEYS[8], id, now, owed, known[8])
   if owed then owe_answer(KEYS[9], record, id, to, reason) end
 end
 return promoted and 'promoted' or 'ended'

@@ -8,11 +8,7 @@ local book = read_book(KEYS[2])
 local held = book.residents[ARGV[1]]
 if known[1] ~= 'starting' or not held or (known[2] and known[2] ~= ARGV[2]) then return 0 end
 redis.call('HSET', KEYS[1], 'boot', ARGV[2], 'proc', ARGV[3])
-held.proc = ARGV[3]
-write_resident(book, ARGV[1])
-if not book.processes[ARGV[3]] then
-  book.processes[ARGV[3]] = fresh_process()
-  write_process(book, ARGV[3])
-end
+bind_holder(book, held, ARGV[3])
+put_resident(book, ARGV[1])
 show(book, KEYS[3], KEYS[4], KEYS[5])
 return 1

@@ -9,8 +9,7 @@ end
 if redis.call('DEL', KEYS[1]) == 0 then return 0 end
 redis.call('SREM', KEYS[2], ARGV[1])
 local book = read_book(KEYS[3])
-book.residents[ARGV[1]] = nil
-redis.call('HDEL', KEYS[3], 'x:' .. ARGV[1])
+drop_resident(book, ARGV[1])
 for i = 8, #KEYS do redis.call('DEL', KEYS[i]) end
 reside(KEYS[7], ARGV[1], 'gone', because(ARGV[2]))
 show(book, KEYS[4], KEYS[5], KEYS[6])

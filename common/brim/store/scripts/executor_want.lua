@@ -9,18 +9,19 @@
 if fenced(KEYS[1], ARGV[1]) then return { 'fenced' } end
 if redis.call('EXISTS', KEYS[3]) == 1 then return { 'exists' } end
 local book, vram = read_book(KEYS[4]), tonumber(ARGV[4])
-if not book.info or book.state ~= 'up' then return { 'refused', 'state', '0' } end
-local available = book.info.total_mib - book.info.headroom_mib - book.external - book.committed
+if not book.fixed or book.state ~= 'up' then return { 'refused', 'state', '0' } end
+local available = book.total - book.headroom - book.external - committed_mib(book)
 if available < vram then
-  changed(KEYS[6], KEYS[7], 'd:' .. book.info.uuid)
+  changed(KEYS[6], KEYS[7], 'd:' .. book.device)
   return { 'refused', 'memory', integer(vram - available) }
 end
 local now = integer(now_ms())
 book.residents[ARGV[2]] = { vram = vram, proc = '' }
-write_resident(book, ARGV[2])
+weigh_holder(book, book.residents[ARGV[2]], 1)
+put_resident(book, ARGV[2])
 redis.call('HSET', KEYS[3], 'id', ARGV[2], 'about', ARGV[3], 'state', 'starting', 'since_ms', now, 'used_ms', now)
 redis.call('SADD', KEYS[2], ARGV[2])
-reside(KEYS[8], ARGV[2], 'wanted', ',"device":' .. cjson.encode(book.info.uuid) .. ',"vram_mib":' .. integer(vram))
+reside(KEYS[8], ARGV[2], 'wanted', ',"device":' .. cjson.encode(book.device) .. ',"vram_mib":' .. integer(vram))
 show(book, KEYS[5], KEYS[6], KEYS[7])
 changed(KEYS[6], KEYS[7], 'x:' .. ARGV[2])
 return { 'wanted' }

@@ -18,10 +18,11 @@ if state == 'finishing' then
 elseif state ~= 'running' and not (main and state == 'claimed') then
   return 'stale'
 end
-redis.call('HSET', KEYS[1], 'finisher', ARGV[2], 'finisher_ms', ARGV[4])
-if state == 'finishing' then return 'granted' end
+if state == 'finishing' then
+  redis.call('HSET', KEYS[1], 'finisher', ARGV[2], 'finisher_ms', ARGV[4])
+  return 'granted'
+end
 local now = now_ms()
-redis.call('HSET', KEYS[1], 'finished_ms', integer(now))
-move(KEYS[1], KEYS[3], state, 'finishing')
+move(KEYS[1], KEYS[3], state, 'finishing', 'finished_ms', integer(now), 'finisher', ARGV[2], 'finisher_ms', ARGV[4])
 tell(KEYS[2], now, 'finishing', ',"attempt":"' .. ARGV[1] .. '"')
 return 'granted'

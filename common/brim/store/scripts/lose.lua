@@ -13,26 +13,26 @@
 
 if ARGV[9] ~= '' and fenced(KEYS[13], ARGV[9]) then return 'fenced' end
 local record, id, attempt = KEYS[1], ARGV[1], ARGV[2]
-local known = redis.call('HMGET', record, 'state', 'attempt', 'lane', 'next', 'losses', 'cancel', 'expires_ms')
-local state, next_message, cancel, expires = known[1], known[4], known[6], known[7]
+local known = redis.call('HMGET', record, 'state', 'attempt', 'lane', 'next', 'losses', 'cancel', 'expires_ms',
+  'proc', 'sampled_mib', 'estimate')
+local state, next_message, cancel, expires, proc = known[1], known[4], known[6], known[7], known[8] or ''
 if not state then return 'unknown' end
 if known[2] ~= attempt or not LIVE[state] or state ~= ARGV[8] then return 'stale' end
 if known[3] ~= ARGV[3] then return 'moved' end
 
-local now, books = now_ms(), {}
-for i = 15, #KEYS do books[i - 14] = read_book(KEYS[i]) end
+local now = now_ms()
 -- Outgrowing its reservation is all that a loss tells about a task's need: at least what was seen of it.
-local noted = ''
-if cjson.decode(ARGV[4]).code == 'outgrew' then
-  noted = note_peak(record, KEYS[14], id, attempt, books[1], '', true)
-end
-for _, book in ipairs(books) do
+local peak = cjson.decode(ARGV[4]).code == 'outgrew' and peak_of('', known[9]) or nil
+for i = 15, #KEYS do
+  local book = open_book(KEYS[i], attempt, proc)
+  if i == 15 then note_peak(KEYS[14], id, attempt, book, peak, known[10], true) end
   release(book, attempt, nil, tonumber(ARGV[7]), now)
   show(book, KEYS[6], KEYS[4], KEYS[5])
 end
 redis.call('HDEL', record, 'attempt', 'devices', 'executor', 'node', 'queue', 'boot', 'proc')
 redis.call('HSET', record, 'reason', ARGV[4])
-tell(KEYS[2], now, 'lost', ',"attempt":"' .. attempt .. '"' .. because(ARGV[4]) .. noted)
+if peak then redis.call('HSET', record, 'peak_mib', peak) end
+tell(KEYS[2], now, 'lost', ',"attempt":"' .. attempt .. '"' .. because(ARGV[4]) .. peaked(peak))
 if next_message and not cancel then
   move(record, KEYS[3], state, 'handed_over')
   tell(KEYS[2], now, 'handed_over')
@@ -48,10 +48,9 @@ elseif losses >= tonumber(ARGV[6]) then
   to = 'dead'
 end
 if to then
-  redis.call('HSET', record, 'reason', reason)
-  move(record, KEYS[3], state, to)
+  move(record, KEYS[3], state, to, 'reason', reason, 'ended_ms', integer(now))
   tell(KEYS[2], now, to, because(reason))
-  close(record, KEYS[7], KEYS[8], id, now, true)
+  close(record, KEYS[7], KEYS[8], id, now, true, expires)
   owe_answer(KEYS[9], record, id, to, reason)
   return to
 end

@@ -10,8 +10,9 @@ if not known[1] or known[2] == 'lost' or now_ms() - tonumber(known[1]) <= tonumb
 redis.call('HSET', KEYS[2], 'state', 'lost')
 for i = 6, #KEYS do
   if is_of(KEYS[i], ARGV[3]) then
-    redis.call('HSET', KEYS[i], 'state', 'lost')
-    show(read_book(KEYS[i]), KEYS[3], KEYS[4], KEYS[5])
+    local book = read_book(KEYS[i])
+    set_state(book, 'lost')
+    show(book, KEYS[3], KEYS[4], KEYS[5])
   end
 end
 return 1

@@ -9,7 +9,6 @@ for _, holders in ipairs({ book.attempts, book.residents }) do
     if holder.proc == ARGV[1] then return 0 end
   end
 end
-redis.call('HDEL', KEYS[1], 'p:' .. ARGV[1])
-book.processes[ARGV[1]] = nil
+drop_process(book, ARGV[1])
 show(book, KEYS[2], KEYS[3], KEYS[4])
 return 1

@@ -9,27 +9,36 @@ local sampled, report = tonumber(ARGV[2]), cjson.decode(ARGV[3])
 for i = 4, #ARGV do
   local key, figures = KEYS[i + 2], report.devices[ARGV[i]]
   local book = read_book(key)
-  if book.info and sampled >= book.sampled_ms then
+  if book.fixed and sampled >= book.sampled_ms then
     -- What others use lies between these two: a process that cannot be measured may use all that is reserved for it,
     -- or nothing beyond what it held before; what it held before its last end is not known any more.
     local least, most = figures.used_mib, figures.used_mib
     for proc, mib in pairs(figures.processes) do
       local process = book.processes[proc] or fresh_process()
+      local counts = process.ended < sampled
+      if counts then
+        if book.processes[proc] then weigh(book, process, -1) end
+        if mib ~= cjson.null then
+          process.measured, process.floor = mib, 0
+        elseif process.floor > 0 then
+          process.floor = math.min(process.floor, process.context)
+        end
+        book.processes[proc] = process
+        weigh(book, process, 1)
+      end
       if mib == cjson.null then
-        if process.ended < sampled and process.floor > 0 then process.floor = math.min(process.floor, process.context) end
-        least = least - (process.ended < sampled and math.max(process.reserved, held_mib(process)) or figures.used_mib)
+        least = least - (counts and math.max(process.reserved, held_mib(process)) or figures.used_mib)
         most = most - held_mib(process)
       else
         least, most = least - mib, most - mib
-        if process.ended < sampled then process.measured, process.floor = mib, 0 end
-      end
-      if process.ended < sampled then
-        book.processes[proc] = process
-        write_process(book, proc)
       end
     end
-    book.external = math.max(0, least, math.min(book.external, most))
-    redis.call('HSET', key, 'external', integer(book.external), 'sampled_ms', ARGV[2])
+    local external = math.max(0, least, math.min(book.external, most))
+    if external ~= book.external then
+      book.external = external
+      put(book, 'external', integer(external))
+    end
+    put(book, 'sampled_ms', ARGV[2])
     show(book, KEYS[2], KEYS[3], KEYS[4])
   end
 end

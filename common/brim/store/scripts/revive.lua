@@ -9,9 +9,9 @@ redis.call('HDEL', KEYS[1], 'attempt', 'devices', 'executor', 'node', 'boot', 'p
   'expires_ms', 'batch', 'size')
 redis.call('HSET', KEYS[1], 'lane', ARGV[2], 'demand', '{"vram_mib":0}', 'context_mib', '0', 'losses', '0',
   'reason', ARGV[3])
-redis.call('HINCRBY', KEYS[1], 'run', 1)
+local run = redis.call('HINCRBY', KEYS[1], 'run', 1)
 redis.call('ZREM', KEYS[4], ARGV[1])
 move(KEYS[1], KEYS[3], 'dead', 'waiting')
-tell(KEYS[2], now_ms(), 'revived', ',"run":' .. redis.call('HGET', KEYS[1], 'run'))
+tell(KEYS[2], now_ms(), 'revived', ',"run":' .. integer(run))
 enqueue(KEYS[1], KEYS[5], KEYS[6], KEYS[7], KEYS[8], ARGV[1])
 return 1

@@ -1,8 +1,14 @@
--- Notes why a lane's head waits.
--- KEYS  1 leader  2 record
--- ARGV  1 epoch  2 reason JSON
--- Returns  1 | 0 fenced, or it no longer waits
+-- Notes why the heads of lanes wait.
+-- KEYS  1 leader  2.. records
+-- ARGV  1 epoch  2.. reason JSON of each
+-- Returns  how many of them still waited | -1 fenced
 
-if fenced(KEYS[1], ARGV[1]) or redis.call('HGET', KEYS[2], 'state') ~= 'waiting' then return 0 end
-redis.call('HSET', KEYS[2], 'reason', ARGV[2])
-return 1
+if fenced(KEYS[1], ARGV[1]) then return -1 end
+local noted = 0
+for i = 2, #KEYS do
+  if redis.call('HGET', KEYS[i], 'state') == 'waiting' then
+    redis.call('HSET', KEYS[i], 'reason', ARGV[i])
+    noted = noted + 1
+  end
+end
+return noted
