@@ -291,7 +291,8 @@ def explain_task(
     as_json: Json = False,
 ) -> None:
     """Show where a task could start now, what each place scores, and what is in the way elsewhere."""
-    from brim_services.explain import candidate_table, explanation
+    from brim_services.expecting import expected
+    from brim_services.explain import candidate_table, explanation, start_line
     from brim_services.placement import make_planner
 
     settings, store = _open()
@@ -303,6 +304,7 @@ def explain_task(
         raise Refusal(f"task {task_id} has no demand yet: {record.reason or 'it waits for its profile'}")
     planner = make_planner(settings)
     found = explanation(store, planner, record)
+    start = expected(store, record)
     facts = {
         "task_id": record.task_id,
         "task": record.task,
@@ -313,6 +315,8 @@ def explain_task(
         "devices": record.devices,
         "policy": planner.policy.name,
         "weights": {name: weight for name, weight, _ in planner.policy.scores},
+        "expected_start": None if isinstance(start, Reason) else start,
+        "expected_note": start if isinstance(start, Reason) else None,
     }
     if as_json:
         _print_json(canonical(facts) | canonical(found))
@@ -325,6 +329,8 @@ def explain_task(
     )
     if record.devices:
         console.print(f"is on     {', '.join(record.devices)} of {record.node}; below, as if it were placed now")
+    if record.state is State.WAITING:
+        console.print(f"starts    {start_line(start)}")
     console.print(f"policy    {planner.policy.name}; each part of a score is times its weight")
     console.print(candidate_table(found, limit))
     for more, what in ((len(found.candidates) - limit, "candidates"), (len(found.out) - limit, "nodes that are out")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from brim.core.model import Reason
 from brim.core.placement import Explanation, Planner, explain
 from brim.store import Store
 from brim.store.types import Record
@@ -24,6 +25,22 @@ def explanation(store: Store, planner: Planner, record: Record) -> Explanation:
             planner.mix.observe(window.demand)
     memory = not planner.settings.ignore_memory
     return explain(mirror.cluster, planner.policy, planner.mix, record.demand, record.task, memory=memory)
+
+
+def start_line(start: tuple[float, float] | Reason) -> str:
+    """When a task will start, for people."""
+    if isinstance(start, Reason):
+        return f"nobody knows when: {start}"
+    first, last = (_span(seconds) for seconds in start)
+    return f"likely in {first}" + (f" to {last}" if last != first else "")
+
+
+def _span(seconds: float) -> str:
+    """Two digits are enough of what is a guess."""
+    for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.2g} {unit}"
+    return f"{seconds:.2g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def candidate_table(found: Explanation, limit: int) -> Table:

@@ -51,6 +51,9 @@ WINDOW = 64
 HOUSEKEEPING_S = 1.0
 GATHER_S = 0.01
 """Least time from one plan to the next while executors lack nothing: see `PlacementService._gather`."""
+ENDS, LEARNED_S, SETTLE_MS = 500, 900, 200
+"""Run times are learned from the latest ends of each second, at first of so many seconds; an end is read so much later,
+since a script's time is not seen by others before it has ended."""
 CHECK_S = 30.0
 """Between two looks at the books of all devices."""
 NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
@@ -182,6 +185,7 @@ class PlacementService:
         self._listened_s = 0.0
         self._checked_s = 0.0
         self._differences: set[str] = set()
+        self._ends_until_ms = 0
         self._stale = True
 
     def lost_touch(self) -> None:
@@ -505,7 +509,17 @@ class PlacementService:
         self._bury_unfollowed()
         self._lose_nodes()
         self.store.forget_finished(self.settings.placement.retention_s, 1000)
+        self._learn_run_times()
         self._check_books()
+
+    def _learn_run_times(self) -> None:
+        """Tells the mix how long tasks have run that have ended since the last look."""
+        until_ms = self.store.server_ms() - SETTLE_MS
+        after_ms = self._ends_until_ms or until_ms - LEARNED_S * 1000
+        for ending in self.store.ends_between(after_ms, until_ms, ENDS):
+            if ending.ran_s is not None:
+                self.planner.mix.ran(ending.demand, ending.ran_s)
+        self._ends_until_ms = max(until_ms, after_ms)
 
     def _check_books(self) -> None:
         """Says what is wrong in the devices' books, should anything be; what differs only once was under way."""

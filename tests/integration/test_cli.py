@@ -140,6 +140,9 @@ def test_explain_names_what_is_short_on_each_node(brim: Run, store: Store) -> No
         assert told in out
     assert "no place can take it now" in out
     assert "out       n1: memory short by 1500 MiB on gpu0@n1 [memory]" in out
+    assert "starts    nobody knows when: it is not known yet how long t runs [run_times]" in out
+    told = json.loads(brim("explain", "waits", "--json")[1])
+    assert (told["expected_start"], told["expected_note"]["code"]) == (None, "run_times")
 
 
 def test_explain_rates_candidates_part_by_part(brim: Run, store: Store) -> None:
@@ -154,6 +157,7 @@ def test_explain_rates_candidates_part_by_part(brim: Run, store: Store) -> None:
     assert (candidate["node"], candidate["devices"]) == ("n1", ["GPU-a"])
     assert set(candidate["parts"]) == {"server_load", "memory_balance", "satisfaction"}
     assert sum(candidate["parts"].values()) == pytest.approx(candidate["score"])
+    assert told["expected_start"] == [0.0, 0.0]
     assert "satisfaction" in brim("explain", "small")[1]
     assert "is on     GPU-a of n1" in brim("explain", "placed")[1]
     assert "is not known" in brim("explain", "nobody")[2]

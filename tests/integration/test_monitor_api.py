@@ -147,6 +147,27 @@ def test_a_task_shows_its_story_and_its_result(api: httpx.Client, cluster: FakeC
     assert told["peak_mib"] == 1043
 
 
+def test_a_waiting_task_tells_when_it_is_likely_to_start(api: httpx.Client, cluster: FakeCluster) -> None:
+    full = [cluster.run(gpu, vram_mib=11_000) for gpu in ("GPU-000-0", "GPU-000-0", "GPU-000-1", "GPU-000-1")]
+    waits, behind = (cluster.admit(vram_mib=11_000) for _ in range(2))
+
+    told = api.get(f"/v1/tasks/{waits}").json()
+    assert told["expected_start"] is None
+    assert told["expected_note"] == "it is not known yet how long vision.segment runs"
+
+    for _ in range(3):
+        done = cluster.run("GPU-000-0", vram_mib=500)
+        half_a_minute_ago = cluster.store.server_ms() - 30_000
+        cluster.client.hset(cluster.store.keys.task(done), "started_ms", half_a_minute_ago)
+        cluster.end(done)
+    soon, later = (api.get(f"/v1/tasks/{task_id}").json()["expected_start"] for task_id in (waits, behind))
+    assert 0.0 < soon[0] <= soon[1] < 35.0
+    assert 0.0 < later[0] <= later[1] < 35.0
+    cluster.end(full[0])
+    told = api.get(f"/v1/tasks/{waits}").json()
+    assert (told["expected_start"], told["expected_note"]) == ([0.0, 0.0], None)
+
+
 def test_tasks_come_in_pages_newest_first(api: httpx.Client, cluster: FakeCluster) -> None:
     ids = [cluster.admit() for _ in range(5)]
     running = cluster.run("GPU-000-0")

@@ -166,6 +166,29 @@ def test_what_does_not_fit_waits_with_its_reason_and_is_fed_when_an_attempt_ends
     assert pipeline.state(second) is State.PLACED
 
 
+def test_demands_weigh_by_how_long_their_tasks_have_run(pipeline: Pipeline) -> None:
+    pipeline.register(executors=4)
+    short, long = pipeline.send(1), pipeline.send(2)
+    pipeline.settle()
+    mix, keys = pipeline.placement.planner.mix, pipeline.store.keys
+    assert [share for _, share in mix.shares()] == pytest.approx([0.5, 0.5], abs=0.01)
+    for task_id, seconds in ((short, 10), (long, 30)):
+        pipeline.begin(task_id, proc := f"{seconds}.1")
+        pipeline.store.client.hset(keys.task(task_id), "started_ms", pipeline.store.server_ms() - seconds * 1000)
+        record = pipeline.store.record(task_id)
+        assert record is not None
+        pipeline.store.finish(task_id, record.attempt, proc)
+        pipeline.store.end(task_id, record.attempt, record.devices, Outcome(State.SUCCEEDED, leftover_mib=[0]))
+
+    def learned() -> bool:
+        pipeline.placement._keep_house()
+        return len({round(share, 1) for share in dict(mix.shares()).values()}) == 2
+
+    wait_until(learned, what="the ends are old enough to be read")
+    by_time = {demand.vram_mib: share for demand, share in mix.shares()}
+    assert by_time[max(by_time)] == pytest.approx(0.75, abs=0.01)
+
+
 def test_many_tasks_of_one_lane_all_run_in_order(pipeline: Pipeline) -> None:
     pipeline.register(total_mib=100_000, executors=8)
     ids = [pipeline.send(1) for _ in range(150)]

@@ -81,6 +81,10 @@ class Ending:
     """From admission to its last placement; None for a task that was never placed."""
     reserved_mib: int
     peak_mib: int | None
+    lane: str
+    demand: Demand
+    ran_s: float | None
+    """From its last start to its end; None where its function has not come to an end, or with a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +165,16 @@ class LiveSide(UserSide, Base):
             pipeline.hmget(
                 self.keys.task(task_id),
                 *("task", "state", "ended_ms", "admitted_ms", "placed_ms", "demand", "peak_mib"),
+                *("lane", "started_ms", "finished_ms", "batch"),
             )
         endings = []
         for task_id, fields in zip(ids, pipeline.execute(), strict=True):
-            task, state, ended, admitted, placed, demand, peak = fields
+            task, state, ended, admitted, placed, demand, peak, lane, started, finished, batch = fields
             if not ended or state is None:
                 continue  # forgotten or tried again between the two reads
             waited_s = (int(placed) - int(admitted)) / 1000 if placed and admitted else None
-            reserved_mib = int(json.loads(demand)["vram_mib"])
+            asked = load_demand(json.loads(demand))
+            ran_s = (int(ended) - int(started)) / 1000 if started and finished and not batch else None
             endings.append(
                 Ending(
                     task_id,
@@ -176,8 +182,11 @@ class LiveSide(UserSide, Base):
                     State(state.decode()),
                     int(ended) / 1000,
                     waited_s,
-                    reserved_mib,
+                    asked.vram_mib,
                     int(peak) if peak else None,
+                    (lane or b"").decode(),
+                    asked,
+                    ran_s,
                 )
             )
         return endings[::-1]
@@ -188,6 +197,16 @@ class LiveSide(UserSide, Base):
         for lane, task_id in waiting:
             pipeline.zrank(self.keys.lane(lane), task_id)
         return [None if rank is None else int(rank) for rank in pipeline.execute()]
+
+    def before(self, lane: str, task_id: str, lanes: Sequence[str]) -> list[int]:
+        """How many tasks of each of ``lanes`` come before one that waits in ``lane``; none if it does not wait."""
+        score = self.client.zscore(self.keys.lane(lane), task_id)
+        if score is None:
+            return [0] * len(lanes)
+        pipeline = self.client.pipeline(transaction=False)
+        for other in lanes:
+            pipeline.zcount(self.keys.lane(other), "-inf", f"({score:.0f}")
+        return [int(number) for number in pipeline.execute()]
 
     def leader(self) -> Leader | None:
         """Who is, or was, the active placement; None before the first."""

@@ -17,6 +17,7 @@ from brim.store import Store
 from brim.store.types import CloseAnswer, Record
 from brim_services.admission import NO_SIGNATURE, UNESTIMATED, Admitter, whole_gpu_mib
 from brim_services.cancelling import cancel
+from brim_services.expecting import expected
 from brim_services.learning import Learned
 
 from . import results
@@ -121,6 +122,11 @@ class Operations:
             [detail.position] = self.store.positions([(record.lane, task_id)])
             heads = {head.lane: head for head in self.store.lane_heads()}
             detail.reason = why_waiting(record.state, record.reason, heads.get(record.lane))
+            start = expected(self.store, record)
+            if isinstance(start, Reason):
+                detail.expected_note = start.message
+            else:
+                detail.expected_start = start
         elif record.state in TERMINAL:
             detail.result, detail.error, detail.result_note = results.outcome(self.app, task_id)
         return detail
