@@ -365,16 +365,20 @@ def test_what_says_nothing_of_its_memory_and_batches_is_taken_at_once(town: Town
     assert town.executor("n1.0.enc-2").phase is Phase.DRAINING
 
 
+def idle_executor(town: Town) -> ModelExecutor:
+    """The process of the executor, which has received nothing and computes nothing."""
+    view = town.executor()
+    attempts = Attempts(WorkerIdentity("n1", "gpu0", view.queue, ("G0",), view.boot, ""), town.settings)
+    return ModelExecutor(town.app, view.name, view.queue, view.boot, attempts, "executor@n1")
+
+
 def test_an_item_whose_message_was_lost_on_its_way_to_a_working_executor_waits_again(town: Town) -> None:
     town.send()
     town.bring_up()
     town.seal()
     [lost] = town.send()
-    view = town.executor()
-    identity = WorkerIdentity("n1", "gpu0", view.queue, ("G0",), view.boot, "")
-    attempts = Attempts(identity, town.settings)
-    executor = ModelExecutor(town.app, view.name, view.queue, view.boot, attempts, "executor@n1")
-    broker_list = town.settings.broker.global_keyprefix + view.queue
+    executor = idle_executor(town)
+    broker_list = town.settings.broker.global_keyprefix + executor.queue
     # While its message is in the queue, it may come;
     executor.look_for_lost(broker_list)
     executor.look_for_lost(broker_list)
@@ -391,6 +395,22 @@ def test_an_item_whose_message_was_lost_on_its_way_to_a_working_executor_waits_a
     town.step()
     assert town.record(lost).state is State.PLACED
     assert town.pushed() == 1
+
+
+def test_an_end_that_the_server_has_lost_is_told_again(town: Town) -> None:
+    town.send()
+    town.bring_up()
+    [pair] = town.seal()
+    executor = idle_executor(town)
+    executor._ended.append((*pair, Outcome(State.SUCCEEDED)))
+    broker_list = town.settings.broker.global_keyprefix + executor.queue
+    # What ends just now may stand in the book that was read;
+    executor.look_for_lost(broker_list)
+    assert town.record(pair[0]).state is State.RUNNING
+    # it does not by the next look.
+    executor.look_for_lost(broker_list)
+    assert town.record(pair[0]).state is State.SUCCEEDED
+    assert town.held() == set()
 
 
 def test_an_unused_executor_makes_room_for_ordinary_tasks(town: Town) -> None:

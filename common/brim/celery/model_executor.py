@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,8 @@ AHEAD_S = 0.02
 """How long before a batch is expected to end the next one is claimed if it is full."""
 LOOK_S = 5.0
 """Between two looks for items whose message was lost on its way here."""
+REMEMBERED = 4096
+"""So many of the latest ends are remembered, should a server that dies, or its replica, have lost some of them."""
 STAGED_S = 0.005
 """How long an item that is staged may wait for others of its set that are being staged."""
 
@@ -175,8 +178,10 @@ class ModelExecutor:
         self._limited = False
         self._kept: list[Instruction] = []
         """What is published once the next batch has begun."""
-        self._missing: frozenset[str] = frozenset()
-        """Attempts in its book whose message had not come at the latest look."""
+        self._unknown: frozenset[str] = frozenset()
+        """Attempts in its book that it did not know of at the latest look."""
+        self._ended: deque[tuple[str, str, Outcome]] = deque(maxlen=REMEMBERED)
+        """The latest ends: task id, attempt, outcome."""
         self._latest_group = ("", 0)
         """The group that came last, and how many of it have come."""
         self._limits: Limits
@@ -262,28 +267,37 @@ class ModelExecutor:
         self._arrivals.put(entry)
 
     def look_for_lost(self, broker_list: str) -> None:
-        """Have items wait in level 1 again whose message was lost on its way here; called in the consumer's thread.
+        """Set right what its book says and it does not know of; called in the consumer's thread.
 
-        The book has them, the queue is empty, and they have not come since the look before.
+        Items whose message was lost on its way here wait in level 1 again: the queue is empty, and they have not come
+        since the look before. Items that are over are ended again: the server has lost what it was told of that.
         """
         try:
-            left = self.store.queue_lengths([broker_list])[broker_list]
-            views = self.store.executors_named([self.name])
+            self._look_for_lost(broker_list)
         except Exception as error:
             if not is_outage(error):
                 raise
-            return
-        missing = {
+
+    def _look_for_lost(self, broker_list: str) -> None:
+        left = self.store.queue_lengths([broker_list])[broker_list]
+        views = self.store.executors_named([self.name])
+        unknown = {
             item.attempt: view.attempt(item)
             for view in views
             for item in view.items
-            if not left and not item.sealed and item.attempt not in self._entries
+            if item.attempt not in self._entries and (item.sealed or not left)
         }
-        for attempt in self._missing & missing.keys():
-            lost = missing.pop(attempt)
-            log.warning("the message of %s, attempt %s, has not come: it waits again", lost.task_id, attempt)
-            self.attempts.put_back(lost, Reason("message_lost", "its message to its model executor was lost"))
-        self._missing = frozenset(missing)
+        again = self._unknown & unknown.keys()
+        ended = {end[1]: end for end in self._ended.copy()} if again else {}
+        for attempt in again:
+            item = unknown.pop(attempt)
+            if attempt in ended:
+                log.warning("the server has lost the end of %s, attempt %s: it is told again", item.task_id, attempt)
+                self.store.end_batch(self.name, [ended[attempt]])
+            elif not item.boot:
+                log.warning("the message of %s, attempt %s, has not come: it waits again", item.task_id, attempt)
+                self.attempts.put_back(item, Reason("message_lost", "its message to its model executor was lost"))
+        self._unknown = frozenset(unknown)
 
     def drain(self) -> None:
         """Finish what is computed and give back the rest; `stopped` is set then."""
@@ -518,6 +532,7 @@ class ModelExecutor:
                 if outcome is not None:
                     ends.append((*entry.pair, outcome))
         self.attempts.patiently(lambda: self.store.end_batch(self.name, ends))
+        self._ended.extend(ends)
         for entry, returned in traced:
             self._forget(entry)
             entry.request.on_success(returned)
