@@ -175,13 +175,14 @@ class ExecutorScripts(RuleBasedStateMachine):
 
     def commit(self, client: int, epoch: int, commit: CommitItem) -> None:
         item = commit.item
+        repeated = self.model.items[item.task_id].attempt == item.attempt
         expected = self.model.commit(epoch, item.task_id, item.attempt, commit.executor, commit.source)
         if expected == "fenced":
             with pytest.raises(FencedError):
                 self.stores[client].commit_items(epoch, [commit])
             return
         assert self.stores[client].commit_items(epoch, [commit]) == [expected]
-        if expected == "committed" and commit not in self.commits:
+        if expected == "committed" and not repeated:
             self.commits.append(commit)
             self.mirror_commit(commit)
 
