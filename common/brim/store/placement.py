@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import redis
 
@@ -30,6 +31,17 @@ MOST_SEEN = 20_000
 """Batched tasks whose size is remembered; beyond it they are read anew."""
 COMMITS_AT_ONCE = 16
 """Placements that one call of the script commits; the server does nothing else meanwhile."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was read, by name: devices' entries; of lanes what is common to their tasks, (id, order) of the first, and
+    the depth; nodes' fields; executors' hashes."""
+
+    devices: dict[str, bytes | None] = field(default_factory=dict)
+    lanes: dict[str, tuple[bytes | None, Sequence[tuple[bytes, float]], int]] = field(default_factory=dict)
+    nodes: dict[str, Sequence[bytes]] = field(default_factory=dict)
+    executors: dict[str, Mapping[bytes, bytes]] = field(default_factory=dict)
 
 
 class PlacementSide(Base):
@@ -58,14 +70,25 @@ class PlacementSide(Base):
 
         Raises `FencedError`.
         """
-        answer = self.runner.run("take", [self.keys.leader, self.keys.changed, self.keys.wake], [epoch, limit])
+        keys = self.keys
+        names = [keys.leader, keys.changed, keys.wake, keys.availability, keys.lanes]
+        where = keys.lane(""), keys.node(""), keys.executor("")
+        answer = self.runner.run("take", names, [epoch, limit, window, *where, *NODE_FIELDS])
         if not answer:
             raise FencedError
-        kinds: dict[str, list[str]] = {"d": [], "l": [], "n": [], "x": []}
-        for member in answer[1:]:
+        found = _Found()
+        for member, there in _pairs(answer[1:]):
             kind, name = member.decode().split(":", 1)
-            kinds[kind].append(name)
-        return self._read(int(answer[0]) / 1000, kinds["d"], kinds["l"], kinds["n"], kinds["x"], window)
+            if kind == "d":
+                found.devices[name] = there
+            elif kind == "l":
+                common, waiting, depth = there
+                found.lanes[name] = common, [(raw, float(order)) for raw, order in _pairs(waiting)], depth
+            elif kind == "n":
+                found.nodes[name] = there
+            else:
+                found.executors[name] = dict(_pairs(there))
+        return self._changes(int(answer[0]) / 1000, found)
 
     def snapshot(self, window: int) -> Changes:
         """Everything that placement mirrors."""
@@ -100,27 +123,33 @@ class PlacementSide(Base):
         for name in executors:
             pipeline.hgetall(keys.executor(name))
         answers = iter(pipeline.execute())
-        found_devices = {uuid: next(answers) for uuid in devices}
+        found = _Found(
+            {uuid: next(answers) for uuid in devices},
+            {lane: (next(answers), next(answers), next(answers)) for lane in lanes},
+            {name: next(answers) for name in nodes},
+            {name: next(answers) for name in executors},
+        )
+        return self._changes(now_s, found)
+
+    def _changes(self, now_s: float, found: _Found) -> Changes:
         windows = []
-        for lane in lanes:
-            info, waiting, depth = next(answers), next(answers), next(answers)
+        for lane, (info, waiting, depth) in found.lanes.items():
             if info is None:
                 continue
             common = json.loads(info)
             ids = [(i.decode(), order, admitted_s(order)) for i, order in waiting]
             demand, key = load_demand(common["demand"]), load_key(common)
             windows.append(LaneWindow(lane, common["task"], demand, common["context_mib"], ids, depth, key))
-        found_nodes = {name: next(answers) for name in nodes}
-        found_executors = {name: load_executor(next(answers)) for name in executors}
+        executors = {name: load_executor(fields) for name, fields in found.executors.items()}
         return Changes(
             now_s,
-            [load_device(entry) for entry in found_devices.values() if entry is not None],
-            [uuid for uuid, entry in found_devices.items() if entry is None],
+            [load_device(entry) for entry in found.devices.values() if entry is not None],
+            [uuid for uuid, entry in found.devices.items() if entry is None],
             self._with_sizes(windows),
-            [load_node_view(name, fields) for name, fields in found_nodes.items() if fields[0] is not None],
-            [name for name, fields in found_nodes.items() if fields[0] is None],
-            [view for view in found_executors.values() if view is not None],
-            [name for name, view in found_executors.items() if view is None],
+            [load_node_view(name, fields) for name, fields in found.nodes.items() if fields[0] is not None],
+            [name for name, fields in found.nodes.items() if fields[0] is None],
+            [view for view in executors.values() if view is not None],
+            [name for name, view in executors.items() if view is None],
         )
 
     def _with_sizes(self, windows: Sequence[LaneWindow]) -> list[LaneWindow]:
@@ -245,6 +274,11 @@ class PlacementSide(Base):
             for i in (raw.decode() for raw in old)
         ]
         return sum(int(answer) for answer in self.runner.run_many(calls))
+
+
+def _pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """A flat answer's elements, two by two."""
+    return zip(flat[::2], flat[1::2], strict=True)
 
 
 def _sized(window: LaneWindow, seen: Mapping[tuple[str, float], tuple[float, float]]) -> LaneWindow:
