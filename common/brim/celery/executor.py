@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, Task
 from celery.app.trace import TraceInfo, build_tracer, trace_ok_t
 from celery.canvas import Signature, _chain, chord
 from celery.exceptions import Ignore, TaskPredicate
+from celery.signals import worker_process_shutdown
 from celery.states import FAILURE, IGNORED, REJECTED, RETRY
 from celery.utils.log import get_logger
 
@@ -47,6 +50,7 @@ def prepare(app: Celery, hostname: str, attempts: Attempts) -> None:
         if not isinstance(task, AttemptTask):
             task.__class__ = type(type(task).__name__, (AttemptTask, type(task)), {"__module__": type(task).__module__})
         task.__trace__ = executor.traced(build_tracer(name, task, app.loader, hostname, app=app))
+    worker_process_shutdown.connect(lambda **_: executor.settle(), weak=False, dispatch_uid="brim.settle")
 
 
 class Execution:
@@ -190,6 +194,9 @@ class Executor:
         self._attempts = attempts
         self._proc = proc_id() or ""
         self._memory = OwnMemory(os.environ.get("BRIM_DEVICES"))
+        self._beside = ThreadPoolExecutor(1, "brim-end")
+        self._told: Future[None] | None = None
+        """The end of the latest attempt, which is told while Celery fetches the next one."""
 
     def traced(self, trace: Any) -> Any:
         """Celery's trace function of a task with the bind in front and the end behind."""
@@ -199,6 +206,7 @@ class Executor:
             if attempt is None:
                 return trace(uuid, args, kwargs, request)
             execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory)
+            self.settle()
             bound = execution.bind()
             if bound.answer is not ClaimAnswer.GRANTED:
                 return _ignored(refusal(attempt, uuid, "run", bound.answer))
@@ -216,6 +224,21 @@ class Executor:
 
         return traced
 
+    def settle(self) -> None:
+        """Waits until the end of the latest attempt has been told.
+
+        A process that cannot tell it ends, and its agent settles the attempt.
+        """
+        told, self._told = self._told, None
+        while told is not None:
+            try:
+                return told.result()
+            except SoftTimeLimitExceeded:
+                continue  # it was meant for the task's function, which does not run now
+            except Exception as error:
+                log.exception("the end of an attempt cannot be told")
+                raise SystemExit(f"the end of an attempt cannot be told: {error}") from None
+
     def _end(self, execution: Execution, info: TraceInfo | None) -> None:
         """End the attempt by what the trace function made of it, unless somebody else does or may not at all."""
         if execution.refused:
@@ -230,7 +253,8 @@ class Executor:
         leftover_mib = self._memory.leftover_mib(attempt.devices)
         counted_mib = max(frameworks.peak_mib() or 0, execution.wanted_mib)
         peak_mib = counted_mib + self._beside_pools_mib(attempt, leftover_mib) if counted_mib else None
-        execution.attempts.end(task_id, attempt, state, reason, leftover_mib, peak_mib)
+        end = execution.attempts.end
+        self._told = self._beside.submit(end, task_id, attempt, state, reason, leftover_mib, peak_mib)
 
     @staticmethod
     def _beside_pools_mib(attempt: AttemptHeader, leftover_mib: Sequence[int] | None) -> int:
