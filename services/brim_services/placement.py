@@ -54,6 +54,8 @@ GATHER_S = 0.01
 ENDS, LEARNED_S, SETTLE_MS = 500, 900, 200
 """Run times are learned from the latest ends of each second, at first of so many seconds; an end is read so much later,
 since a script's time is not seen by others before it has ended."""
+NOTE_S = 0.5
+"""A new head of a lane that waits for what the one before it waited for is told so no more often than this."""
 CHECK_S = 30.0
 """Between two looks at the books of all devices."""
 NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
@@ -152,6 +154,15 @@ class Behind:
     lane: Lane
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What a lane's ``head`` was last told to wait for, and when."""
+
+    head: str
+    reason: Reason
+    at_s: float
+
+
 class PlacementService:
     """Elect, mirror, plan, commit; once a second the housekeeping."""
 
@@ -172,7 +183,7 @@ class PlacementService:
         self.promises: dict[str, Promise] = {}
         self._numbers = itertools.count(1)
         self.batches = Batches(store, settings, self._next_attempt)
-        self._noted: dict[str, tuple[str, Reason]] = {}
+        self._noted: dict[str, Noted] = {}
         self._unfit_since: dict[str, float] = {}
         self._behind: dict[str, list[Behind]] = {}
         """What was placed behind the busy executors of a device, in that order."""
@@ -337,7 +348,7 @@ class PlacementService:
         if windows or self.batches.executors:
             short = short_of_memory(self.mirror.lanes.values(), plan.waits, self.mirror.cluster)
             self.batches.settle(self.epoch, windows, short, self.mirror.cluster, now_s)
-        self._note_waits({**plan.waits, **self.batches.waits(windows, self.mirror.cluster, now_s)})
+        self._note_waits({**plan.waits, **self.batches.waits(windows, self.mirror.cluster, now_s)}, now_s)
 
     def _plan(self, now_s: float) -> Plan:
         """A plan that leaves alone what is kept for a model that has waited longest."""
@@ -488,14 +499,17 @@ class PlacementService:
             if wanted:
                 self.store.doom(self.epoch, uuid_, min(wanted))
 
-    def _note_waits(self, waits: Mapping[str, Reason]) -> None:
-        """Writes a head's reason into its record when the head or the reason has changed."""
+    def _note_waits(self, waits: Mapping[str, Reason], now_s: float) -> None:
+        """Writes a head's reason into its record when the reason has changed, or, some time later, the head."""
         fresh: dict[str, Reason] = {}
         for lane, reason in waits.items():
             window = self.mirror.lanes.get(lane)
-            if window and window.waiting and self._noted.get(lane) != (window.waiting[0][0], reason):
-                self._noted[lane] = (window.waiting[0][0], reason)
-                fresh[window.waiting[0][0]] = reason
+            if window is None or not window.waiting:
+                continue
+            head, noted = window.waiting[0][0], self._noted.get(lane)
+            if noted is None or reason != noted.reason or (head != noted.head and now_s - noted.at_s >= NOTE_S):
+                self._noted[lane] = Noted(head, reason, now_s)
+                fresh[head] = reason
         self.store.note_waits(self.epoch, fresh)
         for lane in self._noted.keys() - waits.keys():
             del self._noted[lane]
@@ -559,7 +573,7 @@ class PlacementService:
         The grace also runs from when the last device that was large enough went away: it may only be restarting.
         """
         now_s, grace_s = self.store.server_ms() / 1000, self.settings.intake.unfit_grace_s
-        unfit = {lane: reason for lane, (_, reason) in self._noted.items() if reason.code == "too_large"}
+        unfit = {lane: noted.reason for lane, noted in self._noted.items() if noted.reason.code == "too_large"}
         self._unfit_since = {lane: self._unfit_since.get(lane, now_s) for lane in unfit}
         for lane, since_s in self._unfit_since.items():
             window = self.mirror.lanes.get(lane)
