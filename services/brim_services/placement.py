@@ -49,7 +49,7 @@ log = logging.getLogger("brim.placement")
 WINDOW = 64
 """How many tasks of a lane the mirror holds; more are fetched when these are placed."""
 HOUSEKEEPING_S = 1.0
-GATHER_S = 0.01
+GATHER_S = 0.02
 """Least time from one plan to the next while executors lack nothing: see `PlacementService._gather`."""
 ENDS, LEARNED_S, SETTLE_MS = 500, 900, 200
 """Run times are learned from the latest ends of each second, at first of so many seconds; an end is read so much later,
