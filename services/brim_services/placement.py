@@ -213,8 +213,7 @@ class PlacementService:
                 self._resync()
             else:
                 self._gather()
-                self.store.wait_for_wake(self._pause_s())
-                self._hear(self.store.take_changes(self.epoch, WINDOW))
+                self._hear(self.store.take_changes(self.epoch, WINDOW, wait_s=self._pause_s()))
             self._place()
             self._placed_s = time.monotonic()
             if time.monotonic() - self._housekeeping_s >= HOUSEKEEPING_S:

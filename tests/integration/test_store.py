@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -94,6 +95,11 @@ def cluster(valkey_url: str, namespace: str) -> Iterator[Cluster]:
     yield found
     assert check_invariants(found.store, settled=False) == found.breaches
     client.close()
+
+
+def woken(store: Store) -> bool:
+    """Whether placement has been woken since it last asked."""
+    return store.client.lpop(store.keys.wake) is not None
 
 
 def test_a_task_runs_from_admission_to_its_end(cluster: Cluster) -> None:
@@ -354,7 +360,7 @@ def test_more_than_one_call_of_the_script_are_one_round_trip(cluster: Cluster) -
 
 def test_placement_is_not_woken_by_its_own_commits_but_hears_of_them(cluster: Cluster) -> None:
     cluster.admit("a")
-    assert cluster.store.wait_for_wake(1)
+    assert woken(cluster.store)
     cluster.store.take_changes(cluster.epoch, 10)
     assert cluster.place("a")[1] == "committed"
     assert not cluster.store.client.exists(cluster.store.keys.wake)
@@ -390,7 +396,7 @@ def test_a_book_of_an_earlier_version_is_read_as_a_whole(cluster: Cluster) -> No
 
 
 def test_placement_hears_what_changed(cluster: Cluster) -> None:
-    assert cluster.store.wait_for_wake(1)
+    assert woken(cluster.store)
     first = cluster.store.take_changes(cluster.epoch, 10)
     assert ([d.uuid for d in first.devices], [n.node.name for n in first.nodes]) == ([GPU], ["n1"])
     assert cluster.store.tasksets({first.devices[0].tasks}) == {first.devices[0].tasks: frozenset({"t"})}
@@ -606,11 +612,23 @@ def test_a_record_is_kept_until_its_producer_is_answered(cluster: Cluster) -> No
     assert cluster.store.purge("a")
 
 
+def test_placement_waits_for_changes_and_reads_them_in_one_round_trip(cluster: Cluster) -> None:
+    cluster.store.take_changes(cluster.epoch, 10)
+    woken(cluster.store)
+    assert cluster.store.take_changes(cluster.epoch, 10, wait_s=0.01).lanes == []
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(cluster.store.take_changes, cluster.epoch, 10, wait_s=20.0)
+        cluster.admit("a")
+        changes = waiting.result(10)
+    assert [task for window in changes.lanes for task, _, _ in window.waiting] == ["a"]
+    assert not woken(cluster.store)
+
+
 def test_changes_beyond_the_limit_ring_again(cluster: Cluster) -> None:
     cluster.admit("a")
-    assert cluster.store.wait_for_wake(1)
+    assert woken(cluster.store)
     cluster.store.take_changes(cluster.epoch, 10, limit=1)
-    assert cluster.store.wait_for_wake(1)
+    assert woken(cluster.store)
 
 
 def test_a_stale_placement_neither_closes_nor_gives_up_anything(cluster: Cluster) -> None:

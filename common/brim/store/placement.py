@@ -61,19 +61,18 @@ class PlacementSide(Base):
         """Gives the lease back so that a standby takes over at once."""
         self.runner.run("resign", [self.keys.leader], [holder])
 
-    def wait_for_wake(self, timeout_s: float) -> bool:
-        """Blocks until something has changed or ``timeout_s`` has passed."""
-        return self.client.blpop([self.keys.wake], timeout_s) is not None
+    def take_changes(self, epoch: int, window: int, limit: int = 1000, *, wait_s: float = 0.0) -> Changes:
+        """What has changed since the last call, after waiting for it for up to ``wait_s`` (0: not at all).
 
-    def take_changes(self, epoch: int, window: int, limit: int = 1000) -> Changes:
-        """What has changed since the last call. An error in between loses changes: then `snapshot` again.
-
-        Raises `FencedError`.
+        An error in between loses changes: then `snapshot` again. Raises `FencedError`.
         """
         keys = self.keys
         names = [keys.leader, keys.changed, keys.wake, keys.availability, keys.lanes]
         where = keys.lane(""), keys.node(""), keys.executor("")
-        answer = self.runner.run("take", names, [epoch, limit, window, *where, *NODE_FIELDS])
+        take = Call("take", names, [epoch, limit, window, *where, *NODE_FIELDS])
+        answer = (
+            self.runner.run_behind(["BLPOP", keys.wake, wait_s], take) if wait_s else self.runner.run_many([take])[0]
+        )
         if not answer:
             raise FencedError
         found = _Found()
