@@ -73,6 +73,8 @@ class Mirror:
     nodes: dict[str, NodeView] = field(default_factory=dict)
     hungry: set[str] = field(default_factory=set)
     """Devices in service that have less behind their busy executors than one task for each."""
+    _as_lane: dict[str, tuple[LaneWindow, Lane]] = field(default_factory=dict)
+    """Windows as the planner takes them: made again only when they have changed."""
 
     def apply(self, changes: Changes) -> None:
         """Takes over what has changed; a lane that is empty now is dropped."""
@@ -115,7 +117,13 @@ class Mirror:
         """The lanes whose tasks can be placed, as the planner takes them."""
         for window in self.lanes.values():
             if window.key is None and not window.lane.startswith(UNESTIMATED):
-                yield Lane(window.lane, window.task, window.demand, [Waiting(*task) for task in window.waiting])
+                known = self._as_lane.get(window.lane)
+                if known is None or known[0] is not window:
+                    waiting = [Waiting(*task) for task in window.waiting]
+                    known = self._as_lane[window.lane] = window, Lane(window.lane, window.task, window.demand, waiting)
+                yield known[1]
+        for gone in self._as_lane.keys() - self.lanes.keys():
+            del self._as_lane[gone]
 
     def batch_windows(self) -> list[LaneWindow]:
         """The lanes of batched tasks."""

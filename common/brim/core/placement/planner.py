@@ -136,9 +136,8 @@ class Planner:
         """
         if self._memory is None or self._memory.cluster is not cluster:
             self._memory = _Memory(self, cluster)
-        return _Pass(self.settings, self._memory, {lane.key: lane for lane in lanes}, now_s).run(
-            promises, reasons=reasons
-        )
+        waiting = {lane.key: lane for lane in lanes if lane.waiting}
+        return _Pass(self.settings, self._memory, waiting, now_s).run(promises, reasons=reasons)
 
 
 @dataclass(slots=True)
@@ -209,6 +208,7 @@ class _Memory:
             asked_mib = max(1, lane.demand.gpus * lane.demand.vram_mib)
             known = self.lanes[lane.key] = _Known(lane.demand, row, asked_mib)
             self.of_row.setdefault(row, set()).add(lane.key)
+        known.demand = lane.demand
         return known
 
     def forget(self, key: str) -> None:
@@ -334,7 +334,7 @@ class _Pass:
             self.sleepers = memory.asleep & fitting
             memory.asleep -= self.sleepers
         awake = (lanes.keys() - memory.asleep) | self.eager
-        self.heads = [(lanes[key].waiting[0].score, key, 0) for key in awake if lanes[key].waiting]
+        self.heads = [(lanes[key].waiting[0].score, key, 0) for key in awake]
         heapq.heapify(self.heads)
 
     def _doze(self) -> None:
@@ -361,7 +361,7 @@ class _Pass:
         for task_id, promise in promises.items():
             lane, node = self.lanes.get(promise.lane), promise.node
             site, veil = self.cluster.site(node), memory.veils.get(node)
-            if lane is None or not lane.waiting or site is None:
+            if lane is None or site is None:
                 continue
             head = lane.waiting[0].task_id
             if head != task_id and not any(waiting.task_id == task_id for waiting in lane.waiting):
@@ -497,8 +497,8 @@ class _Pass:
             now_s, longest_s, known = self.now_s, self.now_s - self.settings.promise_after_s, self.memory.lanes
             claims = []
             for key, lane in self.lanes.items():
-                head = lane.waiting[0] if lane.waiting else None
-                if head is not None and head.admitted_s <= longest_s:
+                head = lane.waiting[0]
+                if head.admitted_s <= longest_s:
                     claims.append((known[key].asked_mib * (head.admitted_s - now_s), head.score, key))
             claims.sort()
             self.entitled = set()
@@ -526,8 +526,7 @@ class _Pass:
         the longest.
         """
         memory = self.memory
-        waiting = {key for key, lane in self.lanes.items() if lane.waiting and key not in self.spent}
-        for key in memory.lanes.keys() - waiting:
+        for key in memory.lanes.keys() - (self.lanes.keys() - self.spent):
             memory.forget(key)
         looked: list[str] = []
         size = max(1, memory.survey.size)
