@@ -63,11 +63,10 @@ class _Column:
 
     def first(self, row: int) -> int:
         """The group of devices, out of those with the same score the first, that is the best for a class."""
-        first = self.firsts.get(row)
-        if first is None:
+        if row not in self.firsts:
             changes = [group.change.item(row) for group in self.groups]
-            first = self.firsts[row] = changes.index(max(changes))
-        return first
+            self.firsts[row] = changes.index(max(changes))
+        return self.firsts[row]
 
 
 class Board:
@@ -169,17 +168,16 @@ class Board:
         if row >= len(column.scores):
             self._read(self._names[place])
             column = self._columns[place]
-        found, gpus = self._readings[place].found, self._classes[row][0].gpus
+        found, gpus = self._readings[place].found, self._gpus[row]
         if column.runs is not None and row in column.runs:
-            chosen = [found[at] & 63 for at in column.runs[row]]
-        elif gpus:
-            start = column.starts[column.first(row)]
-            chosen = [mark & 63 for mark in found[start : start + gpus]]
-        else:
-            chosen = []
-        if gpus > 1:
-            chosen.sort()
-        return Spot(self._names[place], tuple(chosen), score)
+            return Spot(self._names[place], tuple(sorted([found[at] & 63 for at in column.runs[row]])), score)
+        if not gpus:
+            return Spot(self._names[place], (), score)
+        first = column.firsts.get(row)
+        start = column.starts[column.first(row) if first is None else first]
+        if gpus == 1:
+            return Spot(self._names[place], (found[start] & 63,), score)
+        return Spot(self._names[place], tuple(sorted([mark & 63 for mark in found[start : start + gpus]])), score)
 
     def best_at(self, row: int, site: Site) -> Spot | None:
         """The best place for the class at one site, be it as it is, veiled or imagined; memory and executors alone."""
@@ -344,6 +342,7 @@ class Board:
     def _group(self) -> None:
         """Tabulate the classes by the number of GPUs."""
         demands = [demand for demand, _ in self._classes]
+        self._gpus = [demand.gpus for demand in demands]
         self._cpu = np.array([milli(demand.cpus) for demand in demands], dtype=np.int64)
         self._most_cpu = int(self._cpu.max(initial=0))
         self._least_mib = min([1, *[demand.vram_mib for demand in demands if demand.gpus]])

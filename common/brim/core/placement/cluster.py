@@ -58,7 +58,7 @@ class Site(NamedTuple):
         devices = list(self.devices)
         for position in positions:
             device = devices[position]
-            devices[position] = device.holding(claim_mib(device, demand))
+            devices[position] = device.holding(claim_mib(device, demand) if demand.whole else demand.vram_mib)
         node = self.node
         if demand.cpus or demand.ram_mib:
             node = Node(

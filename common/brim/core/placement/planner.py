@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import is_
 from types import MappingProxyType
 
@@ -158,7 +159,6 @@ class _Known:
     row: int
     asked_mib: int
     """Memory of all its GPUs, at least 1."""
-    reason: Reason | None = None
     possible: tuple[int, bool] | None = None
     """Whether any node would hold it when drained, and the survey's version for which that is so."""
     hopeless: tuple[int, int] | None = None
@@ -181,6 +181,8 @@ class _Memory:
         self.survey = Survey(cluster)
         self.lanes: dict[str, _Known] = {}
         """By key, those whose reasons have been known for the longest first."""
+        self.reasons: dict[str, Reason] = {}
+        """Why the head of each lane waits, as it was told last."""
         self.of_row: dict[int, set[str]] = {}
         """The lanes of each row of the boards."""
         self.asleep: set[str] = set()
@@ -217,6 +219,7 @@ class _Memory:
         if known is not None:
             self.of_row[known.row].discard(key)
             self.asleep.discard(key)
+            self.reasons.pop(key, None)
 
     def fitting(self) -> set[str] | None:
         """The lanes that fitted nowhere at ``slept`` and fit somewhere now, perhaps with others; None if that cannot
@@ -358,9 +361,10 @@ class _Pass:
         Tasks of a lane are alike, so one overtaken inside its lane leaves its promise to the head.
         """
         memory, kept, changed = self.memory, self.plan.promises, set(self.memory.veils)
+        lanes, veils, boards, at = self.lanes, memory.veils, len(memory.boards), self.cluster.site
         for task_id, promise in promises.items():
-            lane, node = self.lanes.get(promise.lane), promise.node
-            site, veil = self.cluster.site(node), memory.veils.get(node)
+            node, lane = promise.node, lanes.get(promise.lane)
+            site, veil = at(node), veils.get(node)
             if lane is None or site is None:
                 continue
             head = lane.waiting[0].task_id
@@ -372,7 +376,7 @@ class _Pass:
                 veil = self._veil(node, promise)
             changed.discard(node)
             kept[head] = promise
-            if len(veil.vain) < len(memory.boards):
+            if len(veil.vain) < boards:
                 self.eager.add(lane.key)
         for node in changed:
             self._unveil(node)
@@ -503,10 +507,11 @@ class _Pass:
             claims.sort()
             self.entitled = set()
             self.memory.survey.refresh()
+            known_here = self.memory.survey.version, True
             for _, _, key in claims:
                 if len(self.entitled) >= self.most_promises:
                     break
-                if self._possible(self.lanes[key]):
+                if known[key].possible == known_here or self._possible(self.lanes[key]):
                     self.entitled.add(key)
         return self.entitled
 
@@ -528,19 +533,14 @@ class _Pass:
         memory = self.memory
         for key in memory.lanes.keys() - (self.lanes.keys() - self.spent):
             memory.forget(key)
-        looked: list[str] = []
         size = max(1, memory.survey.size)
         memory.looks = min(memory.looks + LOOKED_AT, size * max(1, LOOKED_AT // size))
-        for key, known in memory.lanes.items():
-            if known.reason is None:
-                looked.append(key)
-            elif memory.looks >= size:
-                memory.looks -= size
-                looked.append(key)
-        for key in looked:
-            known = memory.lanes[key] = memory.lanes.pop(key)
-            known.reason = self._why(self.lanes[key], self.lanes[key].waiting[self.blocked.get(key, 0)])
-        self.plan.waits = {key: known.reason for key, known in memory.lanes.items() if known.reason is not None}
+        again = list(islice(memory.lanes, memory.looks // size))
+        memory.looks -= len(again) * size
+        for key in dict.fromkeys([*again, *(key for key in memory.lanes if key not in memory.reasons)]):
+            memory.lanes[key] = memory.lanes.pop(key)
+            memory.reasons[key] = self._why(self.lanes[key], self.lanes[key].waiting[self.blocked.get(key, 0)])
+        self.plan.waits = memory.reasons.copy()
 
     def _why(self, lane: Lane, head: Waiting) -> Reason:
         promise = self.plan.promises.get(head.task_id)

@@ -62,7 +62,7 @@ class Reading(NamedTuple):
         if found and found[0] < 0:
             found = found[bisect_left(found, 0) :]
         cpu_milli = site.shape.cpu_milli
-        cpu = cpu_milli - milli(site.node.cpus_used) if cpu_milli > 0 else ENDLESS
+        cpu = cpu_milli - round(site.node.cpus_used * 1000) if cpu_milli > 0 else ENDLESS
         return Reading(found, [mark >> 6 for mark in found], cpu, marks)
 
     @property
