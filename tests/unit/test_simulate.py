@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from brim_services import cli, traces
+from brim_services.cli import trying
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -111,7 +112,7 @@ def test_a_plot_is_drawn(brim, tmp_path, suffix):
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(brim, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(trying, "find_spec", lambda name: None)
     code, _, err = brim("--plot", str(tmp_path / "fill.png"))
     assert code == 1
     assert "pip install 'brim[plot]'" in err

@@ -1,0 +1,187 @@
+"""Commands that look at what happens: the devices, model executors, tasks and their stories, and the books."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from brim.core.model import Reason, State, canonical
+from brim.settings import Settings
+from brim.store import Store
+from brim.store.connection import address
+from brim_services.admission import UNESTIMATED
+from brim_services.dashboard import Snapshot, executor_table, render, story_lines, task_table
+from brim_services.waits import explained
+
+from .common import Json, Refusal, console, open_store, print_json
+
+
+def status(as_json: Json = False) -> None:
+    """Print the availability table, overflow and the queues."""
+    settings, store = open_store()
+    snapshot = Snapshot.of(store)
+    lanes = _lanes(store, snapshot.depths)
+    queues = _queues(settings, store, [device.queue for device in snapshot.devices])
+    if as_json:
+        devices = [
+            {**canonical(device), "available_mib": device.available_mib, **snapshot.figures.get(device.uuid, {})}
+            for device in snapshot.devices
+        ]
+        print_json({"devices": devices, "overflow": lanes, "queues": queues, "tasks": snapshot.counts})
+        return
+    console.print(render(snapshot, f"{len(snapshot.devices)} devices (MiB)"))
+    for lane in lanes:
+        console.print(f"  {lane['lane']}: {lane['depth']} waiting; the first: {lane['reason']}")
+    console.print("queues  " + "  ".join(f"{name} {length}" for name, length in queues.items()))
+
+
+def _lanes(store: Store, depths: Mapping[str, int]) -> list[dict[str, Any]]:
+    lanes = []
+    for lane, depth in sorted(depths.items(), key=lambda item: -item[1]):
+        first = explained(store, store.records(store.lane_ids(lane, 1)))
+        lanes.append({"lane": lane, "depth": depth, "reason": str(first[0].reason) if first else None})
+    return lanes
+
+
+def _queues(settings: Settings, store: Store, device_queues: list[str]) -> dict[str, int]:
+    """Messages in the broker's lists, by queue."""
+    from brim.celery.envelope import INTAKE_QUEUE, BrokerLayout
+
+    layout = BrokerLayout.of(settings.broker.model_dump())
+    lists = {queue: layout.lists(queue) for queue in [INTAKE_QUEUE, *device_queues]}
+    lengths = store.queue_lengths([name for names in lists.values() for name in names])
+    return {queue: sum(lengths[name] for name in names) for queue, names in lists.items()}
+
+
+def executors(as_json: Json = False) -> None:
+    """List model executors: which model is resident where, and what it is doing."""
+    _, store = open_store()
+    views = store.executors()
+    if as_json:
+        print_json([canonical(view) | {"state": view.state, "items": len(view.items)} for view in views])
+        return
+    console.print(executor_table(views, store.server_ms() / 1000))
+
+
+def top() -> None:
+    """Watch the cluster in the terminal: GPUs, overflow, reasons. `q` quits."""
+    from brim_services.picture import Painter
+    from brim_services.top import Top
+
+    settings, store = open_store()
+    store.server_ms()  # an error is said before the screen is taken
+    Top(Painter(store, settings), address(settings.redis.url)).run()
+
+
+def tasks(
+    state: Annotated[State | None, typer.Option(help="Only those in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """List tasks that brim knows."""
+    _, store = open_store()
+    records = explained(store, store.list_tasks(state, limit))
+    if as_json:
+        print_json([canonical(record) for record in records])
+        return
+    console.print(task_table(records))
+
+
+def show(task_id: Annotated[str, typer.Argument(help="The Celery task id.")], as_json: Json = False) -> None:
+    """Tell a task's whole story, with times and reasons."""
+    _, store = open_store()
+    found, story = explained(store, store.records([task_id])), store.story(task_id)
+    if not found:
+        raise Refusal(
+            f"task {task_id} is not known: never admitted, without a profile, or ended longer ago than "
+            "placement.retention_s"
+        )
+    [record] = found
+    if as_json:
+        print_json({"record": canonical(record), "story": story})
+        return
+    console.print(Text(f"{record.task}  {record.task_id}", "bold"))
+    facts = {
+        "state": record.state,
+        "reason": record.reason,
+        "demand": record.demand,
+        "peak": None if record.peak_mib is None else f"{record.peak_mib} MiB",
+        "priority": record.priority,
+        "node": record.node,
+        "devices": ", ".join(record.devices),
+        "attempts": f"{record.attempts}, {record.losses} lost",
+    }
+    for name, value in facts.items():
+        if value not in (None, ""):
+            console.print(f"{name:9} {value}")
+    for line in story_lines(story):
+        console.print(line)
+
+
+def explain_task(
+    task_id: Annotated[str, typer.Argument(help="The Celery task id.")],
+    limit: Annotated[int, typer.Option(min=1, help="How many candidates, and how many other nodes.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Show where a task could start now, what each place scores, and what is in the way elsewhere."""
+    from brim_services.expecting import expected
+    from brim_services.explain import candidate_table, explanation, start_line
+    from brim_services.placement import make_planner
+
+    settings, store = open_store()
+    records = explained(store, store.records([task_id]))
+    if not records:
+        raise Refusal(f"task {task_id} is not known")
+    [record] = records
+    if record.lane.startswith(UNESTIMATED):
+        raise Refusal(f"task {task_id} has no demand yet: {record.reason or 'it waits for its profile'}")
+    planner = make_planner(settings)
+    found = explanation(store, planner, record)
+    start = expected(store, record)
+    facts = {
+        "task_id": record.task_id,
+        "task": record.task,
+        "state": record.state,
+        "reason": record.reason,
+        "demand": record.demand,
+        "node": record.node,
+        "devices": record.devices,
+        "policy": planner.policy.name,
+        "weights": {name: weight for name, weight, _ in planner.policy.scores},
+        "expected_start": None if isinstance(start, Reason) else start,
+        "expected_note": start if isinstance(start, Reason) else None,
+    }
+    if as_json:
+        print_json(canonical(facts) | canonical(found))
+        return
+    console.print(Text(f"{record.task}  {record.task_id}  {record.state}", "bold"))
+    if record.reason is not None:
+        console.print(f"reason    {record.reason}")
+    console.print(
+        f"demand    {record.demand.vram_mib} MiB" + f" on {record.demand.gpus} GPUs" * (record.demand.gpus > 1)
+    )
+    if record.devices:
+        console.print(f"is on     {', '.join(record.devices)} of {record.node}; below, as if it were placed now")
+    if record.state is State.WAITING:
+        console.print(f"starts    {start_line(start)}")
+    console.print(f"policy    {planner.policy.name}; each part of a score is times its weight")
+    console.print(candidate_table(found, limit))
+    for more, what in ((len(found.candidates) - limit, "candidates"), (len(found.out) - limit, "nodes that are out")):
+        if more > 0:
+            console.print(f"{more} more {what}; --limit shows more")
+    for out in found.out[:limit]:
+        console.print(f"out       {out.node}: {out.reason}")
+
+
+def audit_books(as_json: Json = False) -> None:
+    """Recompute every device's books from the leases; exit 1 if anything differs."""
+    _, store = open_store()
+    differences = store.audit()
+    if as_json:
+        print_json({"differences": differences})
+    else:
+        console.print("\n".join(differences) or "no difference")
+    raise typer.Exit(1 if differences else 0)
