@@ -43,7 +43,7 @@ NOT_OURS = (Ignore, Retry, WorkerLostError, Terminated, SystemExit, KeyboardInte
 
 
 def prepare(tasks: Iterable[Any], attempts: Attempts) -> None:
-    """Have every task's messages claimed, and acknowledged only when their attempt is over."""
+    """Have every task's messages claimed and, where they are acknowledged at all, only when their attempt is over."""
     for task in tasks:
         if task.rate_limit:
             log.warning(

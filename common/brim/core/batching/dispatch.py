@@ -33,10 +33,10 @@ class Phase(StrEnum):
 class Executor:
     """One model executor as placement sees it in its books.
 
-    ``limits`` includes the ceiling that it has reported. ``working`` says whether any of its items is
-    claimed, ``ahead`` whether it has claimed a batch beside the one that it computes; ``unsealed`` holds the
-    others, by key. ``since_s`` is when it came up (or was wanted, while it is
-    starting), ``used_s`` when it last had an item.
+    ``limits`` includes the ceiling that it has reported. ``working`` says whether any of its items is claimed,
+    ``ahead`` whether it has claimed a batch beside the one that it computes; ``unsealed`` holds the items that are not
+    claimed, by key. ``since_s`` is when it came up (or was wanted, while it is starting), ``used_s`` when it last had
+    an item.
     """
 
     id: str
