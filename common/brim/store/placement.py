@@ -197,10 +197,24 @@ class PlacementSide(Base):
         names: list[str] = [keys.leader, keys.counts, keys.changed, keys.wake, keys.availability]
         args: list[Arg] = [epoch, ahead, looks]
         for c in part:
-            names += (keys.task(c.task_id), keys.story(c.task_id), keys.lane(c.lane), c.queue, keys.node(c.node))
+            milli_cpus = round(c.cpus * 1000)
+            of_host = milli_cpus or c.ram_mib
+            wish = f"{milli_cpus}|{c.ram_mib}|{int(c.whole)}" if of_host or c.whole else ""
+            names += (keys.task(c.task_id), keys.story(c.task_id), keys.lane(c.lane), c.queue)
             names += [keys.book(uuid) for uuid in c.devices]
-            args += (c.task_id, c.lane, c.attempt, c.slot, c.vram_mib, c.node, ",".join(c.devices))
-            args += (round(c.cpus * 1000), c.ram_mib, int(c.whole), len(c.devices))
+            if of_host:
+                names.append(keys.node(c.node))
+            args += (
+                c.task_id,
+                c.lane,
+                c.attempt,
+                c.slot,
+                c.vram_mib,
+                c.node,
+                ",".join(c.devices),
+                len(c.devices),
+                wish,
+            )
         return Call("commit", names, args)
 
     def note_waits(self, epoch: int, reasons: Mapping[str, Reason]) -> None:

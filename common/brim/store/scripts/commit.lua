@@ -3,32 +3,32 @@
 -- hears of the devices with the next changes that wake it: it knows already what it has placed there.
 --
 -- KEYS  1 leader  2 counts  3 changed  4 wake  5 availability, then of each placement:
---       record  story  lane  device queue  node  its books
+--       record  story  lane  device queue  its books, and if it asks for resources of its host, the node
 -- ARGV  1 epoch  2 ahead  3 "1" to look at memory, "0" to ignore it, then of each placement:
 --       1 task id  2 lane  3 attempt  4 slot (goes between head and tail)  5 vram MiB per device  6 node
---       7 devices, comma-separated  8 thousandths of a host CPU  9 host RAM MiB
---       10 "1" if it wishes for whole GPUs: they must be empty, and all that they can give away is held
---       11 number of devices
+--       7 devices, comma-separated  8 number of devices
+--       9 what it asks for besides, '' nothing: "<thousandths of a host CPU>|<host RAM MiB>|<1 if it wishes for whole
+--       GPUs: they must be empty, and all that they can give away is held>"
 -- Returns  {} fenced, or for each placement "committed" (also when asked again) | "stale" (no longer waiting in this
 --          lane) | {short resource, uuid (of host resources the node), missing amount} refused
 
 if fenced(KEYS[1], ARGV[1]) then return {} end
 local ahead, looks, now = tonumber(ARGV[2]), ARGV[3] == '1', integer(now_ms())
-local books, placed, gone = {}, 0, {}
+local books, placed, gone, quoted = {}, 0, {}, {}
 
 local function book_of(key)
-  for _, book in ipairs(books) do
-    if book.key == key then return book end
+  local book = books[key]
+  if not book then
+    book = open_book(key)
+    books[key] = book
   end
-  local book = open_book(key, '', '')
-  books[#books + 1] = book
   return book
 end
 
 -- Writes what has been reserved so far.
 local function settle()
   local members = {}
-  for _, book in ipairs(books) do
+  for _, book in pairs(books) do
     local device = save(book, KEYS[5])
     if device then members[#members + 1] = 'd:' .. device end
   end
@@ -82,8 +82,8 @@ local function leave(lane, id)
   gone[lane] = ids
 end
 
-local function commit(record, story, lane, queue, node_key, first_book, at)
-  local id, attempt, node, whole = ARGV[at + 1], ARGV[at + 3], ARGV[at + 6], ARGV[at + 10] == '1'
+local function commit(record, story, lane, queue, first_book, at, milli_cpus, ram, whole)
+  local id, attempt, node, devices = ARGV[at + 1], ARGV[at + 3], ARGV[at + 6], tonumber(ARGV[at + 8])
   local known = redis.call('HMGET', record, 'state', 'lane', 'head', 'tail', 'attempt', 'attempts', 'reason')
   if known[5] == attempt then return 'committed' end
   if known[1] ~= 'waiting' or known[2] ~= ARGV[at + 2] then
@@ -91,7 +91,7 @@ local function commit(record, story, lane, queue, node_key, first_book, at)
     return 'stale'
   end
   local vram, reserved = tonumber(ARGV[at + 5]), {}
-  for i = 1, tonumber(ARGV[at + 11]) do
+  for i = 1, devices do
     local book = book_of(KEYS[first_book + i - 1])
     if not book.fixed then return { 'unknown', book.key, '0' } end
     local short, mib = shortage(book, vram, whole)
@@ -101,9 +101,8 @@ local function commit(record, story, lane, queue, node_key, first_book, at)
     end
     reserved[i] = book
   end
-  local milli_cpus, ram = tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9])
   if milli_cpus > 0 or ram > 0 then
-    local short, missing = node_shortage(node_key, node, milli_cpus, ram)
+    local short, missing = node_shortage(KEYS[first_book + devices], node, milli_cpus, ram)
     if short then return { short, node, integer(missing) } end
   end
 
@@ -129,7 +128,8 @@ local function commit(record, story, lane, queue, node_key, first_book, at)
   end
   redis.call('HSET', record, 'state', 'placed', 'attempt', attempt, 'devices', ARGV[at + 7], 'node', node, 'queue', queue,
     'placed_ms', now, 'attempts', integer(attempts + 1))
-  tell(story, now, 'placed', ',"attempt":"' .. attempt .. '","node":' .. cjson.encode(node) .. ',"devices":"'
+  quoted[node] = quoted[node] or cjson.encode(node)
+  tell(story, now, 'placed', ',"attempt":"' .. attempt .. '","node":' .. quoted[node] .. ',"devices":"'
     .. ARGV[at + 7] .. '","vram_mib":' .. ARGV[at + 5] .. (whole and ',"whole":true' or ''))
   redis.call('LPUSH', queue, known[3] .. ARGV[at + 4] .. known[4])
   placed = placed + 1
@@ -138,8 +138,13 @@ end
 
 local answers, key, at = {}, 6, 3
 while at < #ARGV do
-  answers[#answers + 1] = commit(KEYS[key], KEYS[key + 1], KEYS[key + 2], KEYS[key + 3], KEYS[key + 4], key + 5, at)
-  key, at = key + 5 + ARGV[at + 11], at + 11
+  local milli_cpus, ram, whole = 0, 0, false
+  if ARGV[at + 9] ~= '' then
+    local milli, mib, wish = string.match(ARGV[at + 9], '^(%d+)|(%d+)|(%d)$')
+    milli_cpus, ram, whole = tonumber(milli), tonumber(mib), wish == '1'
+  end
+  answers[#answers + 1] = commit(KEYS[key], KEYS[key + 1], KEYS[key + 2], KEYS[key + 3], key + 4, at, milli_cpus, ram, whole)
+  key, at = key + 4 + ARGV[at + 8] + ((milli_cpus > 0 or ram > 0) and 1 or 0), at + 9
 end
 settle()
 for lane, ids in pairs(gone) do redis.call('ZREM', lane, unpack(ids)) end

@@ -228,11 +228,12 @@ local function read_book(key)
   return book
 end
 
--- Opens a book at one attempt ('' none) and the process that it is bound to, or is to be bound to ('' none): what a
+-- Opens a book, if wanted at one attempt and the process that it is bound to, or is to be bound to ('' none): what a
 -- transition needs costs the same, however much else stands there. What an attempt alone on its device holds besides
 -- does not stand in the entry; that book is read as a whole.
 local function open_book(key, attempt, proc)
-  local fields = redis.call('HMGET', key, 'entry', 'whole', 'id', 'a:' .. attempt, 'p:' .. proc)
+  local fields = attempt and redis.call('HMGET', key, 'entry', 'whole', 'id', 'a:' .. attempt, 'p:' .. proc)
+    or redis.call('HMGET', key, 'entry', 'whole', 'id')
   local entry = fields[1]
   if fields[3] then return { key = key, executor = fields[3], attempts = {}, processes = {} } end
   if fields[2] or not entry then return read_book(key) end
@@ -242,8 +243,9 @@ local function open_book(key, attempt, proc)
   return { key = key, entry = entry, state = state, external = tonumber(external), committed = tonumber(committed),
            busy = tonumber(busy), reclaimable = tonumber(reclaimable), milli_cpus = math.floor(cpus * 1000 + 0.5),
            ram = tonumber(ram), total = tonumber(total), headroom = tonumber(headroom), executors = tonumber(executors),
-           fixed = fixed, device = device, attempts = { [attempt] = fields[4] and parse_attempt(fields[4]) or nil },
-           processes = { [proc] = fields[5] and parse_process(fields[5]) or nil } }
+           fixed = fixed, device = device,
+           attempts = fields[4] and { [attempt] = parse_attempt(fields[4]) } or {},
+           processes = fields[5] and { [proc] = parse_process(fields[5]) } or {} }
 end
 
 -- Notes a field of a book that is to be written, or to be cut out, when the book is saved.
