@@ -28,7 +28,7 @@ from brim.core.placement.survey import Survey
 NEVER = (-1, 0)
 """A moment of a board that it has not had."""
 
-LOOKED_AT = 1_000
+LOOKED_AT = 500
 """Devices that a plan may look at to work reasons out anew: those of a few lanes, or of one lane every few plans."""
 
 PROMISED_SHARE = 0.06
