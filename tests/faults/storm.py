@@ -58,7 +58,8 @@ MIX = {"work": 70, "long": 12, "chain": 10, "late": 8, "items": 12}
 """What is published, and how often compared with the rest."""
 MIX_OF_SEVERAL = {**MIX, "pair": 25, "whole": 8}
 """The same where nodes have several devices: tasks on two of them, and with one to themselves."""
-DEMANDS: Mapping[str, Mapping[str, Any]] = {"pair": {"gpus": 2}, "whole": {"vram_mib": "all"}}
+DEMANDS: Mapping[str, Mapping[str, Any]] = {"pair": {"gpus": 2}, "long_pair": {"gpus": 2}, "whole": {"vram_mib": "all"}}
+LONG = ("long", "long_pair")
 PAUSES = (0.5, 2.0)
 """Shortest and longest pause, in leases of what is paused."""
 LEASE_S, LEADER_S = 6.0, 2.0
@@ -167,7 +168,7 @@ class Producer(threading.Thread):
             ids = [first.options["task_id"], second.options["task_id"]]
             self.followers.add(ids[1])
         else:
-            bounds = (0.6 * self._longest_s, self._longest_s) if kind == "long" else (0.05, 0.4)
+            bounds = (0.6 * self._longest_s, self._longest_s) if kind in LONG else (0.05, 0.4)
             if kind in DEMANDS:
                 options["headers"] = {"brim": DEMANDS[kind]}
             task = self._task(*bounds, **options)
