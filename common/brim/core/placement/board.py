@@ -261,6 +261,8 @@ class Board:
         self._rooms.clear()
         self._ram[place] = site.node.ram_mib - site.node.ram_used_mib if site.node.ram_mib > 0 else _UNBOUND
         key: tuple[object, ...] = (form.sort, reading.cpu // CPU_GRAIN, *reading.codes)
+        if len(form.present) > 1:
+            key = (*key, tuple([form.kinds[mark & 63] for mark in reading.found]))
         if self.policy.whole_site:
             key = (*key, tuple([(device.busy, device.available_mib) for device in site.devices]))
         column = self._memory.get(key)
