@@ -314,6 +314,24 @@ class TestRecycle:
         assert plan.waits["whole"].code == "memory"
 
 
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_a_planner_remembers_which_of_a_nodes_unlike_devices_is_full(policy):
+    made = [device(index=index, model=model) for index, model in enumerate(("A100", "T4"))]
+    cluster, kept = cluster_of(made), planner(policy)
+    wanted = [lane(one.model, Demand(20 * GIB, gpu_models=(one.model,)), 1) for one in made]
+    for full, empty in (made, made[::-1], made):
+        cluster.update(replace(full, committed_mib=20 * GIB))
+        cluster.update(empty)
+        plan = kept.plan(cluster, wanted, 0.0)
+        assert [placement.devices for placement in plan.placements] == [(empty.uuid,)]
+
+
+def test_a_node_may_have_more_than_64_devices():
+    cluster = cluster_of([device(index=index, executors=int(index == 69)) for index in range(70)])
+    plan = planner().plan(cluster, [lane("x", SMALL, 1)], 0.0)
+    assert [placement.devices for placement in plan.placements] == [("GPU-a-69",)]
+
+
 def test_parts_of_a_gpu_are_not_combined():
     cluster = cluster_of([device("a", i, model="A100 MIG 1g.5gb") for i in range(2)])
     plan = planner().plan(cluster, [lane("pair", Demand(1000, gpus=2), 1), lane("one", Demand(1000), 2)], 0.0)

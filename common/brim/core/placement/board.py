@@ -20,7 +20,7 @@ from brim.core.placement.fit import milli
 from brim.core.placement.mix import Mix
 from brim.core.placement.outlook import Form, Ints, look
 from brim.core.placement.policy import Policy
-from brim.core.placement.rooms import CPU_GRAIN, Classes, Reading, Rooms
+from brim.core.placement.rooms import CPU_GRAIN, POSITION, Classes, Reading, Rooms
 from brim.core.placement.trial import NONE, NOWHERE, Scores, Trial
 
 REMEMBERED = 20_000
@@ -170,14 +170,14 @@ class Board:
             column = self._columns[place]
         found, gpus = self._readings[place].found, self._gpus[row]
         if column.runs is not None and row in column.runs:
-            return Spot(self._names[place], tuple(sorted([found[at] & 63 for at in column.runs[row]])), score)
+            return Spot(self._names[place], tuple(sorted([found[at] & POSITION for at in column.runs[row]])), score)
         if not gpus:
             return Spot(self._names[place], (), score)
         first = column.firsts.get(row)
         start = column.starts[column.first(row) if first is None else first]
         if gpus == 1:
-            return Spot(self._names[place], (found[start] & 63,), score)
-        return Spot(self._names[place], tuple(sorted([mark & 63 for mark in found[start : start + gpus]])), score)
+            return Spot(self._names[place], (found[start] & POSITION,), score)
+        return Spot(self._names[place], tuple(sorted([mark & POSITION for mark in found[start : start + gpus]])), score)
 
     def best_at(self, row: int, site: Site) -> Spot | None:
         """The best place for the class at one site, be it as it is, veiled or imagined; memory and executors alone."""
@@ -185,7 +185,7 @@ class Board:
         scores, first = trial.best(self.policy.rate(trial))
         if scores[0] < NONE:
             return None
-        positions = sorted(reading.found[at] & 63 for at in trial.places(0, int(first[0])))
+        positions = sorted(reading.found[at] & POSITION for at in trial.places(0, int(first[0])))
         return Spot(site.name, tuple(positions), int(scores[0]))
 
     def trial(self, row: int, site: Site) -> tuple[Trial, Reading]:
@@ -262,7 +262,7 @@ class Board:
         self._ram[place] = site.node.ram_mib - site.node.ram_used_mib if site.node.ram_mib > 0 else _UNBOUND
         key: tuple[object, ...] = (form.sort, reading.cpu // CPU_GRAIN, *reading.codes)
         if len(form.present) > 1:
-            key = (*key, tuple([form.kinds[mark & 63] for mark in reading.found]))
+            key = (*key, tuple([form.kinds[mark & POSITION] for mark in reading.found]))
         if self.policy.whole_site:
             key = (*key, tuple([(device.busy, device.available_mib) for device in site.devices]))
         column = self._memory.get(key)

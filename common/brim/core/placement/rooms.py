@@ -23,6 +23,10 @@ CLOSED = -1
 ENDLESS = 10**12
 """Free memory when memory is not looked at, and free CPU of a server that has not declared any."""
 
+POSITION_BITS = 10
+POSITION = (1 << POSITION_BITS) - 1
+"""A node has at most so many devices, and one more: what of an entry of `Reading.found` is a position."""
+
 CPU_GRAIN = 2000
 """Scores see free CPU rounded down to so many thousandths; the fit rule sees it exactly."""
 
@@ -34,7 +38,7 @@ class Reading(NamedTuple):
     """What decides about a site's scores: its open devices by rising free memory, and its free CPU."""
 
     found: Sequence[int]
-    """For each: its code × 64 + its position in ``Site.devices``, rising."""
+    """For each: its code shifted by `POSITION_BITS`, and its position in ``Site.devices``; rising."""
     codes: Sequence[int]
     """For each: available MiB × 4 + 2 if its next executor is the last + 1 if nothing is held on it."""
     cpu: int
@@ -63,12 +67,12 @@ class Reading(NamedTuple):
             found = found[bisect_left(found, 0) :]
         cpu_milli = site.shape.cpu_milli
         cpu = cpu_milli - round(site.node.cpus_used * 1000) if cpu_milli > 0 else ENDLESS
-        return Reading(found, [mark >> 6 for mark in found], cpu, marks)
+        return Reading(found, [mark >> POSITION_BITS for mark in found], cpu, marks)
 
     @property
     def order(self) -> list[int]:
         """Positions in ``Site.devices`` by rising free memory; of equal ones the first comes first."""
-        return [mark & 63 for mark in self.found]
+        return [mark & POSITION for mark in self.found]
 
     def groups(self, kinds: Sequence[int] | None) -> Iterable[tuple[int, int | None, int]]:
         """(Code, kind, number) of each group of devices that are alike in all that counts, as they come in ``found``.
@@ -78,7 +82,7 @@ class Reading(NamedTuple):
         codes = self.codes
         if kinds is None:
             return [(code, None, codes.count(code)) for code in dict.fromkeys(codes)]
-        alike = groupby([(mark >> 6, kinds[mark & 63]) for mark in self.found])
+        alike = groupby([(mark >> POSITION_BITS, kinds[mark & POSITION]) for mark in self.found])
         return [(code, kind, len(list(group))) for (code, kind), group in alike]
 
 
@@ -91,7 +95,7 @@ def _mark(device: Device, position: int, ahead: int, least_mib: int, memory: boo
     room = device.total_mib - device.headroom_mib - device.external_mib - held if memory else ENDLESS
     if room < least_mib:
         return CLOSED
-    return (room * 4 + 2 * (slots == 1) + (held == 0) << 6) + position
+    return (room * 4 + 2 * (slots == 1) + (held == 0) << POSITION_BITS) + position
 
 
 class Rooms:
@@ -163,7 +167,7 @@ class Rooms:
         """[S, G] the devices' kinds; a number if they are all of one."""
         if len(kinds) > 1:
             rows = zip(forms, readings, self.starts, strict=True)
-            each = [[form.kinds[reading.found[at] & 63] for at in row] for form, reading, row in rows]
+            each = [[form.kinds[reading.found[at] & POSITION] for at in row] for form, reading, row in rows]
             self.kind = self._wide(each, kinds[0])
 
     def over_groups(self, values: Floats) -> Floats:
@@ -201,7 +205,7 @@ class Rooms:
     def capacity(self) -> Floats:
         """[S, D] MiB."""
         rows = zip(self._sites, self._readings, self.starts, strict=True)
-        each = [[capacity_mib(site.devices[reading.found[at] & 63]) for at in row] for site, reading, row in rows]
+        each = [[capacity_mib(site.devices[reading.found[at] & POSITION]) for at in row] for site, reading, row in rows]
         return self._wide(each, 1).astype(np.float64)
 
     @cached_property
