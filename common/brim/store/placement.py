@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import redis
 
@@ -33,17 +32,6 @@ COMMITS_AT_ONCE = 16
 """Placements that one call of the script commits; the server does nothing else meanwhile."""
 
 
-@dataclass(slots=True)
-class _Found:
-    """What was read, by name: devices' entries; of lanes what is common to their tasks, (id, order) of the first, and
-    the depth; nodes' fields; executors' hashes."""
-
-    devices: dict[str, bytes | None] = field(default_factory=dict)
-    lanes: dict[str, tuple[bytes | None, Sequence[tuple[bytes, float]], int]] = field(default_factory=dict)
-    nodes: dict[str, Sequence[bytes]] = field(default_factory=dict)
-    executors: dict[str, Mapping[bytes, bytes]] = field(default_factory=dict)
-
-
 class PlacementSide(Base):
     """Every change made here carries the fencing epoch and is refused once another placement is active."""
 
@@ -67,31 +55,25 @@ class PlacementSide(Base):
         An error in between loses changes: then `snapshot` again. Raises `FencedError`.
         """
         keys = self.keys
-        names = [keys.leader, keys.changed, keys.wake, keys.availability, keys.lanes]
-        where = keys.lane(""), keys.node(""), keys.executor("")
-        take = Call("take", names, [epoch, limit, window, *where, *NODE_FIELDS])
+        take = Call("take", [keys.leader, keys.changed, keys.wake, keys.availability], [epoch, limit])
         answer = (
             self.runner.run_behind(["BLPOP", keys.wake, wait_s], take) if wait_s else self.runner.run_many([take])[0]
         )
         if not answer:
             raise FencedError
-        found = _Found()
-        for member, there in _pairs(answer[1:]):
+        devices: dict[str, bytes | None] = {}
+        others: dict[str, list[str]] = {"l": [], "n": [], "x": []}
+        for member, entry in zip(answer[1::2], answer[2::2], strict=True):
             kind, name = member.decode().split(":", 1)
             if kind == "d":
-                found.devices[name] = there
-            elif kind == "l":
-                common, waiting, depth = there
-                found.lanes[name] = common, [(raw, float(order)) for raw, order in _pairs(waiting)], depth
-            elif kind == "n":
-                found.nodes[name] = there
+                devices[name] = entry
             else:
-                found.executors[name] = dict(_pairs(there))
-        return self._changes(int(answer[0]) / 1000, found)
+                others[kind].append(name)
+        return self._read(int(answer[0]) / 1000, devices, others["l"], others["n"], others["x"], window)
 
     def snapshot(self, window: int) -> Changes:
         """Everything that placement mirrors."""
-        devices = [name.decode() for name in self.client.hkeys(self.keys.availability)]
+        devices = {name.decode(): entry for name, entry in self.client.hgetall(self.keys.availability).items()}
         lanes = [name.decode() for name in self.client.hkeys(self.keys.lanes)]
         nodes = [name.decode() for name in self.client.smembers(self.keys.nodes)]
         executors = [name.decode() for name in self.client.smembers(self.keys.executors)]
@@ -99,20 +81,19 @@ class PlacementSide(Base):
 
     def lane_windows(self, lanes: Sequence[str], window: int) -> list[LaneWindow]:
         """The first ``window`` tasks of some lanes."""
-        return list(self._read(0.0, [], lanes, [], [], window).lanes)
+        return list(self._read(0.0, {}, lanes, [], [], window).lanes)
 
     def _read(
         self,
         now_s: float,
-        devices: Sequence[str],
+        devices: Mapping[str, bytes | None],
         lanes: Sequence[str],
         nodes: Sequence[str],
         executors: Sequence[str],
         window: int,
     ) -> Changes:
+        """What has been found of ``devices``, by UUID, and what is read of the others."""
         keys, pipeline = self.keys, self.client.pipeline(transaction=False)
-        for uuid in devices:
-            pipeline.hget(keys.availability, uuid)
         for lane in lanes:
             pipeline.hget(keys.lanes, lane)
             pipeline.zrange(keys.lane(lane), 0, window - 1, withscores=True)
@@ -122,33 +103,26 @@ class PlacementSide(Base):
         for name in executors:
             pipeline.hgetall(keys.executor(name))
         answers = iter(pipeline.execute())
-        found = _Found(
-            {uuid: next(answers) for uuid in devices},
-            {lane: (next(answers), next(answers), next(answers)) for lane in lanes},
-            {name: next(answers) for name in nodes},
-            {name: next(answers) for name in executors},
-        )
-        return self._changes(now_s, found)
-
-    def _changes(self, now_s: float, found: _Found) -> Changes:
         windows = []
-        for lane, (info, waiting, depth) in found.lanes.items():
+        for lane in lanes:
+            info, waiting, depth = next(answers), next(answers), next(answers)
             if info is None:
                 continue
             common = json.loads(info)
             ids = [(i.decode(), order, admitted_s(order)) for i, order in waiting]
             demand, key = load_demand(common["demand"]), load_key(common)
             windows.append(LaneWindow(lane, common["task"], demand, common["context_mib"], ids, depth, key))
-        executors = {name: load_executor(fields) for name, fields in found.executors.items()}
+        found_nodes = {name: next(answers) for name in nodes}
+        found_executors = {name: load_executor(next(answers)) for name in executors}
         return Changes(
             now_s,
-            [load_device(entry) for entry in found.devices.values() if entry is not None],
-            [uuid for uuid, entry in found.devices.items() if entry is None],
+            [load_device(entry) for entry in devices.values() if entry is not None],
+            [uuid for uuid, entry in devices.items() if entry is None],
             self._with_sizes(windows),
-            [load_node_view(name, fields) for name, fields in found.nodes.items() if fields[0] is not None],
-            [name for name, fields in found.nodes.items() if fields[0] is None],
-            [view for view in executors.values() if view is not None],
-            [name for name, view in executors.items() if view is None],
+            [load_node_view(name, fields) for name, fields in found_nodes.items() if fields[0] is not None],
+            [name for name, fields in found_nodes.items() if fields[0] is None],
+            [view for view in found_executors.values() if view is not None],
+            [name for name, view in found_executors.items() if view is None],
         )
 
     def _with_sizes(self, windows: Sequence[LaneWindow]) -> list[LaneWindow]:
@@ -287,11 +261,6 @@ class PlacementSide(Base):
             for i in (raw.decode() for raw in old)
         ]
         return sum(int(answer) for answer in self.runner.run_many(calls))
-
-
-def _pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """A flat answer's elements, two by two."""
-    return zip(flat[::2], flat[1::2], strict=True)
 
 
 def _sized(window: LaneWindow, seen: Mapping[tuple[str, float], tuple[float, float]]) -> LaneWindow:
