@@ -159,8 +159,9 @@ class _Known:
     row: int
     asked_mib: int
     """Memory of all its GPUs, at least 1."""
-    possible: tuple[int, bool] | None = None
-    """Whether any node would hold it when drained, and the survey's version for which that is so."""
+    possible: bool = False
+    """Whether any node would hold it when drained, as it was at the survey's version ``judged``."""
+    judged: int = -1
     hopeless: tuple[int, int] | None = None
     """Version of the survey and of promised nodes with which there was nothing to promise it."""
 
@@ -499,28 +500,26 @@ class _Pass:
         """
         if self.entitled is None:
             now_s, longest_s, known = self.now_s, self.now_s - self.settings.promise_after_s, self.memory.lanes
-            claims = []
-            for key, lane in self.lanes.items():
-                head = lane.waiting[0]
-                if head.admitted_s <= longest_s:
-                    claims.append((known[key].asked_mib * (head.admitted_s - now_s), head.score, key))
+            heads = [(key, lane.waiting[0]) for key, lane in self.lanes.items()]
+            claims = [
+                (known[key].asked_mib * (head.admitted_s - now_s), head.score, key)
+                for key, head in heads
+                if head.admitted_s <= longest_s
+            ]
             claims.sort()
-            self.entitled = set()
             self.memory.survey.refresh()
-            known_here = self.memory.survey.version, True
-            for _, _, key in claims:
-                if len(self.entitled) >= self.most_promises:
-                    break
-                if known[key].possible == known_here or self._possible(self.lanes[key]):
-                    self.entitled.add(key)
+            possible = (key for _, _, key in claims if self._possible(key))
+            self.entitled = set(islice(possible, self.most_promises))
         return self.entitled
 
-    def _possible(self, lane: Lane) -> bool:
-        """Whether some node would hold the demand once it is drained."""
-        survey, known = self.memory.survey, self.memory.lanes[lane.key]
-        if known.possible is None or known.possible[0] != survey.version:
-            known.possible = survey.version, survey.nearest(lane.demand, lane.task, (), self.now_s) is not None
-        return known.possible[1]
+    def _possible(self, key: str) -> bool:
+        """Whether some node would hold the lane's demand once it is drained."""
+        survey, known = self.memory.survey, self.memory.lanes[key]
+        if known.judged != survey.version:
+            lane = self.lanes[key]
+            known.judged = survey.version
+            known.possible = survey.nearest(lane.demand, lane.task, (), self.now_s) is not None
+        return known.possible
 
     # -- telling why -------------------------------------------------------------------------------------------
 
@@ -537,7 +536,9 @@ class _Pass:
         memory.looks = min(memory.looks + LOOKED_AT, size * max(1, LOOKED_AT // size))
         again = list(islice(memory.lanes, memory.looks // size))
         memory.looks -= len(again) * size
-        for key in dict.fromkeys([*again, *(key for key in memory.lanes if key not in memory.reasons)]):
+        if len(memory.reasons) < len(memory.lanes):
+            again = list(dict.fromkeys([*again, *(key for key in memory.lanes if key not in memory.reasons)]))
+        for key in again:
             memory.lanes[key] = memory.lanes.pop(key)
             memory.reasons[key] = self._why(self.lanes[key], self.lanes[key].waiting[self.blocked.get(key, 0)])
         self.plan.waits = memory.reasons.copy()
