@@ -14,7 +14,8 @@ from brim_services.placement import WINDOW, Mirror
 def explanation(store: Store, planner: Planner, record: Record) -> Explanation:
     """What placement would say about the task if its turn were now, promises left aside.
 
-    The mix of demands is that of the tasks that wait now: what a placement knows that has just started.
+    The mix of demands is that of the tasks that wait now. A placement that has run for a while knows more, the demands
+    that have been and how long they ran, so what its scores make of the mix may differ from this.
     """
     mirror = Mirror()
     changes = store.snapshot(WINDOW)
