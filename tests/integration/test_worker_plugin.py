@@ -425,6 +425,31 @@ def test_a_long_task_is_not_redelivered_while_its_worker_lives(
         assert plant.stage.record(result.id).state is State.SUCCEEDED
 
 
+def test_tasks_that_have_not_begun_outlive_a_lost_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path / "devices"))
+    with (
+        own_server() as server,
+        redis.Redis.from_url(url_of(server)) as client,
+        started(client, url_of(server), "", tmp_path) as plant,
+    ):
+        results = [plant.send("sleep", 2.0) for _ in range(5)]
+        plant.stage.admit()
+        for result in results:
+            plant.stage.place(result.id)
+        wait_until(
+            lambda: {plant.stage.record(result.id).state for result in results} == {State.CLAIMED, State.RUNNING},
+            what="some run, and the worker holds the others",
+        )
+        for connection in client.client_list():
+            if connection["cmd"] == "brpop":
+                client.client_kill_filter(_id=connection["id"])
+
+        for result in results:
+            assert plant.stage.until(result.id, *TERMINAL).state is State.SUCCEEDED
+            assert result.get(timeout=10) == "slept"
+        assert "onnection to broker lost" in plant.worker.log
+
+
 def test_a_worker_that_brim_cannot_work_in_stops(valkey_url: str, namespace: str, tmp_path: Path) -> None:
     with redis.Redis.from_url(valkey_url) as client:
         stage = Stage(client, namespace, device_uuid())

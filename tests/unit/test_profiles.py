@@ -299,6 +299,15 @@ def test_a_header_takes_the_place_of_what_the_profile_demands():
     assert estimate(None, BrimHeader(vram_mib="all", gpus=8), {}).demand == Demand(512, gpus=8, whole=True)
 
 
+def test_an_item_that_no_batch_can_hold_is_refused():
+    row = profile(model="m", batch={"max_items": 4, "volume": "len(text)", "max_volume": 10, "per_unit_mib": 1})
+    found = estimate(row, BrimHeader(), {"text": "x" * 10})
+    assert found.batched is not None
+    assert found.batched.size == 10
+    with pytest.raises(EstimateError, match=r"its volume is 11, .* batch\.max_volume, 10 .*above_bound"):
+        estimate(row, BrimHeader(), {"text": "x" * 11})
+
+
 def test_a_batched_task_keeps_to_its_executors_gpu():
     row = profile(model="m", context_mib=300, batch={"max_items": 4})
     assert estimate(row, BrimHeader(gpus=1), {}).demand.gpus == 1

@@ -289,9 +289,10 @@ class BrimStep(bootsteps.StartStopStep):
     """In the consumer: prepares the tasks, sees to it that no message is redelivered, tells Flower.
 
     The worker of one device takes its messages without acknowledgement, which is most of what a message costs: what is
-    lost with this process, its agent puts back (ADR 0011). Several workers may serve one set of devices, and each must
-    leave the others theirs, so there Celery's transport keeps count of what is not acknowledged. It gives that to
-    somebody else after its visibility timeout; renewing its entry means that this never strikes a worker that lives.
+    lost with this process, its agent puts back, and with a connection nothing is lost (ADR 0011). Several workers may
+    serve one set of devices, and each must leave the others theirs, so there Celery's transport keeps count of what is
+    not acknowledged. It gives that to somebody else after its visibility timeout; renewing its entry means that this
+    never strikes a worker that lives.
     """
 
     name: Any = "brim"
@@ -302,6 +303,9 @@ class BrimStep(bootsteps.StartStopStep):
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timers: list[Any] = []
+        if len(self.devices) == 1:
+            # Celery forgets the tasks that have not begun with a connection: their messages would come again.
+            consumer.on_close = _nothing
         self._prepare(consumer.app.tasks.values())
         for hook in ("on_unknown_task", "on_invalid_task"):
             setattr(consumer, hook, self._answering(consumer, getattr(consumer, hook), message_at=1))

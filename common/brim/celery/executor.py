@@ -225,19 +225,13 @@ class Executor:
         return traced
 
     def settle(self) -> None:
-        """Waits until the end of the latest attempt has been told.
-
-        A process that cannot tell it ends, and its agent settles the attempt.
-        """
+        """Waits until the end of the latest attempt has been told."""
         told, self._told = self._told, None
         while told is not None:
             try:
                 return told.result()
             except SoftTimeLimitExceeded:
                 continue  # it was meant for the task's function, which does not run now
-            except Exception as error:
-                log.exception("the end of an attempt cannot be told")
-                raise SystemExit(f"the end of an attempt cannot be told: {error}") from None
 
     def _end(self, execution: Execution, info: TraceInfo | None) -> None:
         """End the attempt by what the trace function made of it, unless somebody else does or may not at all."""
@@ -253,8 +247,7 @@ class Executor:
         leftover_mib = self._memory.leftover_mib(attempt.devices)
         counted_mib = max(frameworks.peak_mib() or 0, execution.wanted_mib)
         peak_mib = counted_mib + self._beside_pools_mib(attempt, leftover_mib) if counted_mib else None
-        end = execution.attempts.end
-        self._told = self._beside.submit(end, task_id, attempt, state, reason, leftover_mib, peak_mib)
+        self._told = self._beside.submit(_tell, execution, state, reason, leftover_mib, peak_mib)
 
     @staticmethod
     def _beside_pools_mib(attempt: AttemptHeader, leftover_mib: Sequence[int] | None) -> int:
@@ -262,6 +255,21 @@ class Executor:
         if leftover_mib is None:
             return attempt.context_mib
         return max(0, max(leftover_mib) - frameworks.pool().held_mib)
+
+
+def _tell(
+    execution: Execution,
+    state: State,
+    reason: Reason | None,
+    leftover_mib: Sequence[int] | None,
+    peak_mib: int | None,
+) -> None:
+    """The end of an attempt. A process that cannot tell it ends itself, and its agent settles the attempt."""
+    try:
+        execution.attempts.end(execution.task_id, execution.attempt, state, reason, leftover_mib, peak_mib)
+    except Exception:
+        log.exception("the end of an attempt cannot be told")
+        os._exit(os.EX_SOFTWARE)
 
 
 def outcome_of(app: Celery, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:

@@ -416,8 +416,8 @@ def estimate(
 
     Raises ``EstimateError``: ``no_profile`` (nor ``vram_mib`` in the header), ``missing_attribute``,
     ``bad_attribute``, ``bad_estimate``, ``bad_header`` (``vram_mib`` or ``gpus`` for a batched task), ``above_bound``
-    (the profile's ``max_mib``). What was learned
-    never refuses a task: it is kept within ``max_mib``.
+    (the profile's ``max_mib``, or ``batch.max_volume``). What was learned never refuses a task: it is kept within
+    ``max_mib``.
     """
     row = profile or NO_PROFILE
     models = (header.gpu_model,) if header.gpu_model else tuple(sorted(set(row.gpu_models)))
@@ -444,6 +444,9 @@ def estimate(
         _check_bounds(max(1.0, declared_mib) if whole else declared_mib, profile.max_mib)
         if (batch := profile.batch) is not None:
             batched = Batched(profile.model or "", profile.version, batch.shape(merged), batch.size(merged))
+            if batch.max_volume is not None and batched.size > batch.max_volume:
+                most = f"no batch of {profile.name} holds more than batch.max_volume, {batch.max_volume:g}"
+                raise EstimateError(Reason("above_bound", f"its volume is {batched.size:g}, and {most}"))
         if learned is not None and profile.calibration != "off" and profile.batch is None:
             suggested = learned.reserve_mib(summands, declared_mib, models)
             if suggested is not None:
