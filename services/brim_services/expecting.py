@@ -6,7 +6,7 @@ from brim.core.model import Reason, State
 from brim.core.placement.expect import Ahead, Running, RunTimes, Work, expected_start
 from brim.store import Store
 from brim.store.types import Record
-from brim_services.placement import Mirror
+from brim_services.mirror import Mirror
 
 from .admission import UNESTIMATED
 
@@ -21,9 +21,7 @@ def expected(store: Store, record: Record) -> tuple[float, float] | Reason:
     """In how many seconds a waiting task is likely to start, from and to; or why that cannot be said."""
     if record.state is not State.WAITING:
         return Reason("not_waiting", f"it is {record.state}")
-    changes, mirror = store.snapshot(1), Mirror()
-    mirror.apply(changes)
-    mirror.cluster.tasksets.update(store.tasksets({device.tasks for device in changes.devices}))
+    mirror = Mirror.read(store, 1)
     windows = {window.lane: window for window in mirror.lanes.values() if not window.lane.startswith(UNESTIMATED)}
     own = windows.get(record.lane)
     if own is None:

@@ -8,7 +8,7 @@ from brim.core.model import Reason
 from brim.core.placement import Explanation, Planner, explain
 from brim.store import Store
 from brim.store.types import Record
-from brim_services.placement import WINDOW, Mirror
+from brim_services.mirror import Mirror
 
 
 def explanation(store: Store, planner: Planner, record: Record) -> Explanation:
@@ -17,11 +17,8 @@ def explanation(store: Store, planner: Planner, record: Record) -> Explanation:
     The mix of demands is that of the tasks that wait now. A placement that has run for a while knows more, the demands
     that have been and how long they ran, so what its scores make of the mix may differ from this.
     """
-    mirror = Mirror()
-    changes = store.snapshot(WINDOW)
-    mirror.apply(changes)
-    mirror.cluster.tasksets.update(store.tasksets({device.tasks for device in changes.devices}))
-    for window in changes.lanes:
+    mirror = Mirror.read(store, 1)
+    for window in mirror.lanes.values():
         for _ in range(window.depth):
             planner.mix.observe(window.demand)
     memory = not planner.settings.ignore_memory

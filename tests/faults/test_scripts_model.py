@@ -42,7 +42,7 @@ from brim.store.types import (
     Peeked,
 )
 from brim_services.invariants import check_invariants
-from brim_services.placement import Mirror
+from brim_services.mirror import Mirror
 from faults.scripts_model import (
     CONTEXT_MIB,
     EXECUTORS,
