@@ -35,7 +35,7 @@ from brim.core.batching.sizing import footprint, limits_of
 from brim.core.model import AttemptView, Demand, Device, Reason, State
 from brim.core.placement import Cluster
 from brim.core.placement.cluster import Site
-from brim.core.placement.fit import capacity_mib, node_shortage
+from brim.core.placement.fit import capacity_mib, node_shortage, place_name, shortage
 from brim.core.profiles import Profile, ResourceTable
 from brim.settings import Settings
 from brim.store import Store
@@ -131,7 +131,7 @@ class Batches:
     def place(self, epoch: int, windows: Iterable[LaneWindow], cluster: Cluster, now_s: float) -> dict[str, list[str]]:
         """Give items to executors as `assign` says; the committed ids, and those that wait no more, by lane."""
         lanes = {window.key: (window, lane) for window in windows if (lane := self._lane(window)) is not None}
-        executors = [self._executor(view) for view in self.executors.values() if _takes(view, cluster)]
+        executors = [self.executor_of(view) for view in self.executors.values() if _takes(view, cluster)]
         plan = assign([lane for _, lane in lanes.values()], executors)
         gone: dict[str, list[str]] = {}
         commits = list(self._commits(plan.commits, lanes))
@@ -162,7 +162,7 @@ class Batches:
         self._settled_s = now_s
         wants = [*short, *(want for want, trouble in self._wants(windows, cluster, now_s) if trouble is None)]
         devices = [device for site in cluster for device in site.devices]
-        for move in settle(wants, [self._executor(view) for view in views], devices, now_s, Rules()):
+        for move in settle(wants, [self.executor_of(view) for view in views], devices, now_s, Rules()):
             if isinstance(move, Launch):
                 self._launch(epoch, move, windows, cluster)
             elif isinstance(move, Retire):
@@ -191,7 +191,7 @@ class Batches:
     def _is_outdated(self, view: ExecutorView) -> bool:
         """Whether the table has its model with other memory or other limits; one that it has no more may go on."""
         now = self._current.get(_model(view))
-        return now is not None and _fields(now) != _fields(self._profile_of(view))
+        return now is not None and _fields(now) != _fields(self._its_profile(view))
 
     def _drain(self, epoch: int, name: str, reason: Reason) -> None:
         self.store.drain_executor(name, reason, epoch)
@@ -244,6 +244,26 @@ class Batches:
             found.update((w.lane, reason) for w in unserved if w.key is not None and w.key.model == want.model)
         return found
 
+    # -- explaining ------------------------------------------------------------------------------------------
+
+    def profile_of(self, task: str) -> Profile | None:
+        """The published profile that batches a task, None if none does."""
+        profile = self._table.profile(task)
+        return profile if profile is not None and profile.batch is not None else None
+
+    def need(self, key: BatchKey, size: float, windows: Sequence[LaneWindow], cluster: Cluster) -> Want:
+        """What a new executor of a model would want for what waits, or for one item of this size if nothing does."""
+        own = [window for window in windows if window.key is not None and window.key.model == key.model]
+        for want, _ in self._wants(own, cluster, 0.0):
+            return want
+        profile = self.profile_of(key.task)
+        assert profile is not None
+        assert profile.batch is not None
+        alone = footprint(profile, [size])
+        able = frozenset(device.uuid for _, device in _able(cluster, profile, key.task))
+        sizes = (alone.alone_mib, alone.least_mib, alone.full_mib)
+        return Want(key.model, 0.0, 0.0, *sizes, able, profile.batch.max_executors)
+
     # -- snapshot --------------------------------------------------------------------------------------------
 
     def window_of(self, window: LaneWindow) -> int:
@@ -256,8 +276,7 @@ class Batches:
         return max(WINDOW, 2 * profile.batch.max_items, beyond)
 
     def _profile(self, window: LaneWindow) -> Profile | None:
-        profile = self._table.profile(window.task)
-        return profile if profile is not None and profile.batch is not None else None
+        return self.profile_of(window.task)
 
     def _lane(self, window: LaneWindow) -> Lane | None:
         profile = self._profile(window)
@@ -265,15 +284,16 @@ class Batches:
             return None
         return Lane(window.key, tuple(_items(window)), profile.batch.level1_limit)
 
-    def _profile_of(self, view: ExecutorView) -> Profile:
+    def _its_profile(self, view: ExecutorView) -> Profile:
         """Its profile as it was when it was wanted."""
         profile = self._profiles.get(view.profile)
         if profile is None:
             profile = self._profiles[view.profile] = Profile.model_validate_json(view.profile)
         return profile
 
-    def _executor(self, view: ExecutorView) -> Executor:
-        profile = self._profile_of(view)
+    def executor_of(self, view: ExecutorView) -> Executor:
+        """A model executor as decisions see it."""
+        profile = self._its_profile(view)
         batch = self._current.get(_model(view), profile).batch
         assert batch is not None
         unsealed: dict[BatchKey, list[Item]] = {}
@@ -345,7 +365,7 @@ class Batches:
         """What to commit: a task set's worth of items with one header, so that their executor awaits them together."""
         for (name, key, _), run in itertools.groupby(commits, lambda c: (c.executor, c.key, c.source)):
             view = self.executors[name]
-            for group in _sets(list(run), self._executor(view)):
+            for group in _sets(list(run), self.executor_of(view)):
                 label = f"{next(self._groups)}"
                 for commit in group:
                     yield self._commit(
@@ -459,6 +479,18 @@ def _able(cluster: Cluster, profile: Profile, task: str) -> Iterator[tuple[Site,
             for device in site.devices:
                 if cluster.runs(device, task) and (not profile.gpu_models or device.model in profile.gpu_models):
                     yield site, device
+
+
+def obstacle(want: Want, profile: Profile, task: str, site: Site, device: Device, cluster: Cluster) -> Reason | None:
+    """Why a device cannot take one more executor of the task's model now; None if it can."""
+    if not cluster.runs(device, task):
+        return Reason("no_worker", f"no worker there has registered {task}")
+    if want.alone_mib > capacity_mib(device):
+        short_mib = want.alone_mib - capacity_mib(device)
+        return Reason("too_large", f"too large for {place_name(device)} by {short_mib} MiB")
+    labels = tuple(sorted(profile.labels.items()))
+    demand = Demand(want.least_mib, gpu_models=profile.gpu_models, labels=labels)
+    return node_shortage(site.node, demand) or shortage(replace(device, busy=0), demand)
 
 
 def _unserved(want: Want, cluster: Cluster) -> Reason:

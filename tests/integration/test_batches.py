@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from brim.core.model import Node, Reason, State
 from brim.core.profiles import ResourceTable
 from brim.settings import Settings
 from brim.store.types import ClaimAnswer, DeviceRegistration, ExecutorView, NodeRegistration, Outcome, Record
+from brim_services import cli
 from brim_services.answerer import Answerer
 from brim_services.intake import Intake
 from brim_services.invariants import check_invariants
@@ -478,3 +480,58 @@ def test_an_item_that_has_expired_is_not_sealed(town: Town) -> None:
     town.step()
     assert town.record(late).state is State.EXPIRED
     assert town.held() == {fine}
+
+
+@pytest.fixture
+def brim(
+    town: Town, valkey_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs a command on this town; what it printed."""
+    monkeypatch.setenv("BRIM_REDIS__URL", valkey_url)
+    monkeypatch.setenv("BRIM_BROKER__GLOBAL_KEYPREFIX", town.settings.broker.global_keyprefix)
+
+    def run(*argv: str) -> str:
+        cli.app(argv, standalone_mode=False)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_explain_shows_a_batched_task_s_executors_and_the_bound_that_is_in_the_way(
+    town: Town, brim: Callable[..., str]
+) -> None:
+    ids = town.send(count=5)
+    first = json.loads(brim("explain", ids[0], "--json"))
+    assert [(each["phase"], each["obstacle"]["code"]) for each in first["executors"]] == [
+        ("starting", "executor_starting")
+    ]
+    town.bring_up()
+    town.seal()
+    more = town.send(count=5)
+    held, waits = ids[0], more[-1]
+    told = brim("explain", waits)
+    assert f"embed  {waits}  waiting" in told
+    assert "batch     model enc, a volume of 1" in told
+    assert "before it 1 in its lane" in told
+    assert "the task set behind the one that it computes is full: 5 items, and a batch holds 4 [max_items]" in told
+    assert "one more  would reserve 1312 MiB at least" in told
+    assert "one more is started only once an item has waited for 1 s [scale_out]" in told
+    assert "room      gpu0@n1" in told
+    told = brim("explain", held)
+    assert "is on     n1.0.enc" in told
+    assert "holds it" in told
+    [executor] = json.loads(brim("explain", held, "--json"))["executors"]
+    assert (executor["executor"], executor["state"], executor["holds"]) == ("n1.0.enc", "working", True)
+    assert "executor  n1.0.enc" in brim("show", held)
+    assert "batch     model enc, a volume of 1" in brim("show", held)
+
+
+def test_explain_says_which_device_is_too_small_for_a_batched_task_s_executor(
+    town: Town, brim: Callable[..., str]
+) -> None:
+    [task_id] = town.send("huge")
+    told = json.loads(brim("explain", task_id, "--json"))
+    assert told["executors"] == []
+    assert told["no_more"] is None
+    assert [(site["name"], site["obstacle"]["code"]) for site in told["sites"]] == [("gpu0@n1", "too_large")]
+    assert "its model has no executor" in brim("explain", task_id)

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from brim.core.batching import BatchKey, Commit, Executor, ExecutorState, Item, Lane, Limits, ModelKey, Phase, assign
+from brim.core.batching import (
+    BatchKey,
+    Choice,
+    Commit,
+    Executor,
+    ExecutorState,
+    Item,
+    Lane,
+    Limits,
+    ModelKey,
+    Phase,
+    assign,
+    choices,
+)
 
 BERT, CLIP = ModelKey("bert", "1"), ModelKey("clip")
 KEY = BatchKey("embed", BERT)
@@ -155,3 +168,43 @@ class TestSiblings:
     def test_another_models_items_are_out_of_reach(self):
         executors = [executor("a", working=True, unsealed={KEY: row(1, 1)}), executor("b", model=CLIP)]
         assert assign([], executors).commits == ()
+
+
+class TestChoices:
+    def test_the_first_is_whom_assign_chooses_and_other_models_are_left_out(self):
+        executors = [
+            executor("full", working=True, unsealed={KEY: row(1, 4)}),
+            executor("filling", working=True, unsealed={KEY: row(1, 2)}),
+            executor("idle"),
+            executor("clip", model=CLIP),
+        ]
+        new = item("new", 9)
+        assert [choice.executor for choice in choices(KEY, new, executors)] == ["idle", "filling", "full"]
+        assert given(assign([Lane(KEY, (new,))], executors)) == {"idle": ["new"]}
+
+    @pytest.mark.parametrize(
+        ("fields", "code", "told"),
+        [
+            ({"phase": Phase.STARTING}, "executor_starting", "is loading its model"),
+            ({"phase": Phase.DRAINING}, "executor_draining", "is about to stop"),
+            ({"limits": Limits(max_items=4, max_volume=1.5)}, "max_volume", "too large for any batch of it: padded"),
+            (
+                {"limits": Limits(max_items=4, per_unit_mib=10, reservation_mib=15)},
+                "batch_memory",
+                "too large for any batch of it: 20 MiB",
+            ),
+            ({"working": True, "ahead": True}, "task_sets", "has claimed the next one"),
+            ({"working": True, "unsealed": {KEY: row(1, 4)}}, "max_items", "behind the one that it computes is full"),
+            ({"unsealed": {KEY: row(1, 8)}}, "max_items", "its task sets are full: 5 items, and a batch holds 4"),
+            ({"working": True, "unsealed": {OTHER: row(1, 1)}}, "task_sets", "holds another key"),
+        ],
+    )
+    def test_an_obstacle_names_the_bound_and_assign_passes_it_over(self, fields, code, told):
+        new, at = item("new", 9, size=2.0), executor(**fields)
+        [choice] = choices(KEY, new, [at])
+        assert choice.obstacle is not None
+        assert (choice.obstacle.code, told in choice.obstacle.message) == (code, True), choice.obstacle
+        assert assign([Lane(KEY, (new,))], [at]).commits == ()
+
+    def test_an_executor_with_room_has_no_obstacle(self):
+        assert choices(KEY, item("new", 9), [executor("a", unsealed={KEY: row(1, 3)})]) == [Choice("a")]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from brim.core.batching import BatchKey, ModelKey, Phase
+from brim.core.batching import Batched, BatchKey, ModelKey, Phase
 from brim.core.model import Demand, Device, Node, Reason, canonical
 
 from .types import ExecutorView, HeldItem, NodeView
@@ -61,6 +61,14 @@ def load_demand(value: bytes | str | dict[str, Any]) -> Demand:
 def load_device(value: bytes) -> Device:
     """An entry of the availability table."""
     return Device(**json.loads(value))
+
+
+def load_batched(batch: bytes | None, size: bytes | None) -> Batched | None:
+    """What a task is batched by, from its record's fields; None for other tasks."""
+    if not batch:
+        return None
+    found = json.loads(batch)
+    return Batched(found["model"], found["version"], found["shape"], float(size or 1))
 
 
 def load_key(common: Mapping[str, Any]) -> BatchKey | None:

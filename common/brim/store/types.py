@@ -390,6 +390,9 @@ class Record:
     ended_s: float | None = None
     peak_mib: int | None = None
     cancelling: bool = False
+    batched: Batched | None = None
+    executor: str | None = None
+    """The model executor that holds it, or that held it last, as an item."""
 
 
 @dataclass(frozen=True, slots=True)

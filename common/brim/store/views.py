@@ -9,7 +9,7 @@ from typing import Any
 from brim.core.model import Device, Identity, State
 
 from .base import Base
-from .codec import NODE_FIELDS, load_demand, load_device, load_node_view, load_reason, seconds, text
+from .codec import NODE_FIELDS, load_batched, load_demand, load_device, load_node_view, load_reason, seconds, text
 from .types import NodeView, Record
 
 
@@ -152,4 +152,6 @@ def _record(task_id: str, raw: Mapping[bytes, bytes]) -> Record | None:
         ended_s=seconds(fields.get("ended_ms")),
         peak_mib=int(fields["peak_mib"]) if "peak_mib" in fields else None,
         cancelling="cancel" in fields,
+        batched=load_batched(fields.get("batch"), fields.get("size")),
+        executor=text(fields.get("executor")) or None,
     )

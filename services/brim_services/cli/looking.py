@@ -8,10 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from brim.core.batching import Batched, ModelKey
 from brim.core.model import Reason, State, canonical
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.connection import address
+from brim.store.types import Record
 from brim_services.admission import UNESTIMATED
 from brim_services.dashboard import Snapshot, executor_table, render, story_lines, task_table
 from brim_services.waits import explained
@@ -107,7 +109,9 @@ def show(task_id: Annotated[str, typer.Argument(help="The Celery task id.")], as
     facts = {
         "state": record.state,
         "reason": record.reason,
-        "demand": record.demand,
+        "demand": record.demand if record.batched is None else None,
+        "batch": None if record.batched is None else _batch(record.batched),
+        "executor": record.executor,
         "peak": None if record.peak_mib is None else f"{record.peak_mib} MiB",
         "priority": record.priority,
         "node": record.node,
@@ -126,7 +130,10 @@ def explain_task(
     limit: Annotated[int, typer.Option(min=1, help="How many candidates, and how many other nodes.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """Show where a task could start now, what each place scores, and what is in the way elsewhere."""
+    """Show where a task could start now, what each place scores, and what is in the way elsewhere.
+
+    A batched task's places are the executors of its model.
+    """
     from brim_services.expecting import expected
     from brim_services.explain import candidate_table, explanation, start_line
     from brim_services.placement import make_planner
@@ -138,6 +145,9 @@ def explain_task(
     [record] = records
     if record.lane.startswith(UNESTIMATED):
         raise Refusal(f"task {task_id} has no demand yet: {record.reason or 'it waits for its profile'}")
+    if record.batched is not None:
+        _explain_batched(settings, store, record, limit, as_json=as_json)
+        return
     planner = make_planner(settings)
     found = explanation(store, planner, record)
     start = expected(store, record)
@@ -174,6 +184,43 @@ def explain_task(
             console.print(f"{more} more {what}; --limit shows more")
     for out in found.out[:limit]:
         console.print(f"out       {out.node}: {out.reason}")
+
+
+def _explain_batched(settings: Settings, store: Store, record: Record, limit: int, *, as_json: bool) -> None:
+    from brim_services.explain import batch_explanation, resident_table
+
+    found = batch_explanation(store, settings, record)
+    if isinstance(found, Reason):
+        raise Refusal(f"task {record.task_id}: {found}")
+    if as_json:
+        names = ("task_id", "task", "state", "reason", "batched", "executor", "node", "devices")
+        print_json(canonical({name: getattr(record, name) for name in names}) | canonical(found))
+        return
+    assert record.batched is not None
+    console.print(Text(f"{record.task}  {record.task_id}  {record.state}", "bold"))
+    if record.reason is not None:
+        console.print(f"reason    {record.reason}")
+    console.print(f"batch     {_batch(record.batched)}")
+    if record.executor:
+        console.print(f"is on     {record.executor}; below, as if it were given out now")
+    if found.before:
+        console.print(f"before it {found.before} in its lane")
+    console.print(resident_table(found))
+    need = found.need
+    sizes = f"{need.alone_mib} MiB at least, {need.least_mib} to be useful, {need.full_mib} for full batches"
+    console.print(f"one more  would reserve {sizes}" + (f"; not now: {found.no_more}" if found.no_more else ""))
+    for site in found.sites[:limit]:
+        console.print(
+            f"{'out' if site.obstacle else 'room':9} {site.name}" + (f": {site.obstacle}" if site.obstacle else "")
+        )
+    if len(found.sites) > limit:
+        console.print(f"{len(found.sites) - limit} more devices; --limit shows more")
+
+
+def _batch(batched: Batched) -> str:
+    """What a task is batched by, for people."""
+    shape = f", shape {batched.shape}" if batched.shape else ""
+    return f"model {ModelKey(batched.model, batched.version)}{shape}, a volume of {batched.size:g}"
 
 
 def audit_books(as_json: Json = False) -> None:

@@ -22,7 +22,10 @@ def estimate_demand(
     attr: Annotated[list[str] | None, typer.Option(help="An attribute, as width=4096; repeat it.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show how much memory a task would reserve, and why."""
+    """Show how much memory a task would reserve, and why; of a batched one, what its model executor would."""
+    from brim.core.batching.sizing import footprint
+    from brim_services.explain import batch_lines
+
     table = load_table(load_settings())
     profile = table.profile(task)
     if profile is None:
@@ -31,11 +34,14 @@ def estimate_demand(
         found = estimate(profile, BrimHeader(), dict(map(_attribute, attr or [])))
     except EstimateError as error:
         raise Refusal(f"{task}: {error.reason}") from error
+    need = footprint(profile, [found.batched.size]) if found.batched is not None else None
     if as_json:
-        print_json({"task": task, **canonical(found)})
+        print_json({"task": task, **canonical(found), **({"executor": canonical(need)} if need else {})})
         return
     console.print(f"{task}: profile {found.profile}")
     console.print(f"{found}")
+    if found.batched is not None:
+        console.print("\n".join(batch_lines(profile, found.batched.size)))
 
 
 @profiles_app.callback(invoke_without_command=True)

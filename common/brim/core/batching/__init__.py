@@ -5,7 +5,7 @@ is an `ExecutorMachine`, which decides what is staged, claimed and computed when
 reads profiles, is not imported here: producers have no evaluator of formulas.
 """
 
-from brim.core.batching.dispatch import Commit, Executor, Lane, Phase, Plan, Refusal, assign
+from brim.core.batching.dispatch import Choice, Commit, Executor, Lane, Phase, Plan, Refusal, assign, choices
 from brim.core.batching.executor import (
     Arrived,
     Claim,
@@ -46,6 +46,7 @@ __all__ = [
     "BatchKey",
     "Batched",
     "Ceiling",
+    "Choice",
     "Claim",
     "Claimed",
     "Commit",
@@ -89,6 +90,7 @@ __all__ = [
     "Withdrawn",
     "WrongResultCount",
     "assign",
+    "choices",
     "cut",
     "load_of",
     "settle",

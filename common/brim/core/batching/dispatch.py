@@ -96,6 +96,14 @@ class Plan:
     refusals: tuple[Refusal, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An executor as a place for one item; ``obstacle`` is why it cannot take it now, None if it can."""
+
+    executor: str
+    obstacle: Reason | None = None
+
+
 def assign(lanes: Sequence[Lane], executors: Iterable[Executor]) -> Plan:
     """Serve level 1, then let executors that are still idle take from siblings, then bound level 1."""
     takers = [_Taker(executor) for executor in executors if executor.phase is Phase.UP]
@@ -109,6 +117,14 @@ def assign(lanes: Sequence[Lane], executors: Iterable[Executor]) -> Plan:
         for item in waiting[lane.key][lane.limit :]
     ]
     return Plan(tuple(commits), tuple(refusals))
+
+
+def choices(key: BatchKey, item: Item, executors: Iterable[Executor]) -> list[Choice]:
+    """What `assign` makes of each executor of one item's model: the one of choice first, those that cannot last."""
+    takers = [_Taker(executor) for executor in executors if executor.model == key.model]
+    takers.sort(key=lambda taker: taker.rank(key, item))
+    found = [Choice(taker.executor.id, taker.obstacle(key, item)) for taker in takers]
+    return sorted(found, key=lambda choice: choice.obstacle is not None)
 
 
 @dataclass(slots=True)
@@ -139,6 +155,21 @@ class _Taker:
         if item is None or self.sets.shortage(key, item, self.room) is not None:
             return None
         return item
+
+    def obstacle(self, key: BatchKey, item: Item) -> Reason | None:
+        """Why it cannot take the item now, if there were no other."""
+        if self.executor.phase is not Phase.UP:
+            what = "is loading its model" if self.executor.phase is Phase.STARTING else "is about to stop"
+            return Reason(f"executor_{self.executor.phase}", f"it {what}")
+        if (alone := self.executor.limits.shortage(EMPTY + item.size)) is not None:
+            return Reason(alone.code, f"too large for any batch of it: {alone.message}")
+        if not self.room:
+            return Reason("task_sets", "it computes a batch and has claimed the next one")
+        full = self.sets.shortage(key, item, self.room)
+        if full is None or full.code == "task_sets":
+            return full
+        which = "its task sets are" if self.room == PAIR else "the task set behind the one that it computes is"
+        return Reason(full.code, f"{which} full: {full.message}")
 
     def rank(self, key: BatchKey, item: Item) -> tuple[int, float, str]:
         """How well it suits the item, lower is better.
