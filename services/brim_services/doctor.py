@@ -16,7 +16,7 @@ from celery import Celery
 
 from brim.celery.errors import PublishRefused
 from brim.celery.plugin import registration
-from brim.celery.routing import check_message
+from brim.celery.routing import check_form
 from brim.core.attributes import TaskSignature
 from brim.core.patterns import is_glob
 from brim.core.profiles import Profile, ResourceTable, TableError
@@ -129,7 +129,7 @@ def _check_task(app: Celery, name: str, profile: Profile, signature: TaskSignatu
         if (value := getattr(task, option, None))
     }
     try:
-        check_message(app, name, options, None)
+        check_form(app, name, options.get("serializer"), options.get("compression"))
     except PublishRefused as error:
         yield Finding(Level.FAULT, "tasks", str(error))
     if "queue" in options or "exchange" in options:

@@ -49,6 +49,8 @@ class IntakeRouter:
         self._read_s = 0.0
         self._routes: dict[str, bool] = {}
         self._warned = False
+        self._readable: set[tuple[Any, Any]] = set()
+        """Serializer and compression, as options say them, of messages that the app's settings let intake read."""
 
     def __reduce__(self) -> tuple[type[IntakeRouter], tuple[tuple[str, ...], str]]:
         return (type(self), (self._tasks, self._prefix))
@@ -73,7 +75,12 @@ class IntakeRouter:
         header = (options.get("headers") or {}).get(HEADER)
         if header is None and not self._is_ours(app, name):
             return None
-        check_message(app, name, options, header)
+        form = options.get("serializer"), options.get("compression")
+        if form not in self._readable:
+            check_form(app, name, *form)
+            self._readable.add(form)
+        if header is not None:
+            check_header(name, header)
         declare_intake(app)
         return {"queue": INTAKE_QUEUE}
 
@@ -132,19 +139,23 @@ def check_broker(app: Celery) -> None:
         )
 
 
-def check_message(app: Celery, name: str, options: Mapping[str, Any], header: object) -> None:
-    """Raises `PublishRefused` if intake could not read the message, before it is published."""
-    serializer = options.get("serializer") or app.conf.task_serializer
+def check_form(app: Celery, name: str, serializer: str | None, compression: str | None) -> None:
+    """Raises `PublishRefused` if intake could not read the message, before it is published; None: as the app says."""
+    serializer = serializer or app.conf.task_serializer
     if registry.name_to_type.get(serializer, serializer) not in MEDIA_TYPES:
         raise PublishRefused(
             f"{name}: serializer is {serializer!r}, but brim reads JSON and msgpack: set serializer='json' on the "
             f"task (or task_serializer in the app)"
         )
-    compression = options.get("compression") or app.conf.task_compression
+    compression = compression or app.conf.task_compression
     if compression and not _can_unpack(compression):
         raise PublishRefused(f"{name}: compression is {compression!r}, but brim reads gzip, bzip2 and lzma")
     if app.conf.task_protocol != 2:
         raise PublishRefused(f"{name}: task_protocol is {app.conf.task_protocol}, but brim reads protocol 2")
+
+
+def check_header(name: str, header: object) -> None:
+    """Raises `PublishRefused` for a ``brim`` header that says what it may not."""
     try:
         BrimHeader.parse(header)
     except EstimateError as error:
