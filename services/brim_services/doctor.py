@@ -14,6 +14,7 @@ from typing import Any
 import redis
 from celery import Celery
 
+from brim.celery.batch_task import BatchTask
 from brim.celery.errors import PublishRefused
 from brim.celery.plugin import registration
 from brim.celery.routing import check_form
@@ -28,6 +29,8 @@ from brim.store.connection import ServerRefused, address, check_server
 from .agent.app import check_app, load_app
 from .resources import load_table
 
+MOST_NAMED = 20
+"""Tasks in one finding."""
 MOST_SKEW_S = 2.0
 """A producer's ``expires`` and ``eta`` are meant by its own clock and judged by the server's."""
 
@@ -111,10 +114,12 @@ def check_tasks(
     for name, profile in ours.items():
         yield from _check_task(app, name, profile, signatures.get(name))
     named = {profile.name for profile in ours.values()}
+    own = sorted(name for name in names if not name.startswith("celery."))
     for profile in table:
         if profile.name not in named:
             what = "matches" if is_glob(profile.name) else "is the name of"
-            yield Finding(Level.NOTE, "table", f"profile {profile.name!r} {what} no task of this app")
+            has = f"it has {_listed(own)}" if own else "it has none"
+            yield Finding(Level.NOTE, "table", f"profile {profile.name!r} {what} no task of this app: {has}")
     if ours:
         yield Finding(Level.GOOD, "tasks", f"{len(ours)} of the app's tasks have a profile: {', '.join(ours)}")
     else:
@@ -135,6 +140,14 @@ def _check_task(app: Celery, name: str, profile: Profile, signature: TaskSignatu
     if "queue" in options or "exchange" in options:
         where = options.get("queue") or options["exchange"]
         yield Finding(Level.NOTE, "tasks", f"{name}: names the queue {where!r} itself, which wins over its profile")
+    if profile.batch is not None and not isinstance(task, BatchTask):
+        batched = sorted(other for other, each in app.tasks.items() if isinstance(each, BatchTask))
+        have = f"; those that do are {_listed(batched)}" if batched else ""
+        reason = f"profile {profile.name!r} batches it, but it has not the base brim.BatchTask{have}"
+        yield Finding(Level.FAULT, "tasks", f"{name}: {reason}")
+    elif profile.batch is None and isinstance(task, BatchTask):
+        reason = f"it is a brim.BatchTask, but profile {profile.name!r} has no batch: each item is computed by itself"
+        yield Finding(Level.NOTE, "tasks", f"{name}: {reason}")
     unknown = missing_attributes(profile, signature)
     if unknown:
         reason = "are no arguments of it and have no default in the profile, so each call must give them in its header"
@@ -146,7 +159,14 @@ def missing_attributes(profile: Profile, signature: TaskSignature | None) -> lis
     if signature is None or any(parameter.kind == "var_keyword" for parameter in signature.parameters):
         return []
     given = {parameter.name for parameter in signature.parameters} | profile.defaults.keys()
-    return sorted(profile.vram.uses.keys() - given)
+    shape = profile.batch.shape_bucket if profile.batch is not None else None
+    return sorted((profile.vram.uses.keys() | (shape.uses.keys() if shape else set())) - given)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Some names, the first of many."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _table(settings: Settings, findings: list[Finding]) -> ResourceTable:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import redis
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
@@ -22,6 +24,8 @@ from brim_services.picture import Gpu, Painter, Picture
 
 REFRESH_S = 1.0
 BAR_WIDTH = 20
+GPU_COLUMNS = ("GPU", "memory", "GiB", "busy", "tasks")
+LANE_COLUMNS = ("waiting task", "GiB", "depth", "first", "because")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,20 @@ def waiting_rows(picture: Picture, find: str) -> list[list[Text | str]]:
     ]
 
 
+def snapshot(picture: Picture) -> RenderableType:
+    """All of a picture at once, for where there is no screen to draw on."""
+    tables = []
+    for columns, rows in (
+        (GPU_COLUMNS, [gpu_row(gpu) for gpu in chosen(picture, ORDERS[0], "")]),
+        (LANE_COLUMNS, waiting_rows(picture, "")),
+    ):
+        table = Table(*columns, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return Group(headline(picture), *tables)
+
+
 class Top(App[None]):
     """The application; ``where`` names the Redis server."""
 
@@ -163,8 +181,8 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """Begins to look, once a second."""
-        self.gpus.add_columns("GPU", "memory", "GiB", "busy", "tasks")
-        self.lanes.add_columns("waiting task", "GiB", "depth", "first", "because")
+        self.gpus.add_columns(*GPU_COLUMNS)
+        self.lanes.add_columns(*LANE_COLUMNS)
         self.gpus.focus()
         self.look()
         self.set_interval(REFRESH_S, self.look)

@@ -98,6 +98,15 @@ def test_status_as_json(brim: Run, store: Store) -> None:
     assert told["tasks"] == {"waiting": 1, "placed": 1}
 
 
+def test_top_without_a_terminal_is_printed_once_and_without_escape_codes(brim: Run, store: Store) -> None:
+    code, out, _ = brim("top")
+
+    assert code == 0
+    assert "\x1b" not in out
+    for told in ("placed 1", "n1.0", "7.8/9.8", "1/2", "1500 MiB are short"):
+        assert told in out
+
+
 def test_tasks_lists_the_newest_first_and_by_state(brim: Run, store: Store) -> None:
     assert [row["task_id"] for row in json.loads(brim("tasks", "--json")[1])] == ["waits", "placed"]
     assert [row["task_id"] for row in json.loads(brim("tasks", "--state", "placed", "--json")[1])] == ["placed"]

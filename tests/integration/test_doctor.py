@@ -137,8 +137,21 @@ def test_an_attribute_that_no_call_gives_is_named(doctor: Doctor) -> None:
 def test_a_table_without_any_task_of_the_app_is_named(doctor: Doctor) -> None:
     code, words = doctor(table="profiles: {shop.sew: {vram: 100}}")
     assert code == 1
-    assert "profile 'shop.sew' is the name of no task of this app" in words
+    assert "profile 'shop.sew' is the name of no task of this app: it has shop.cut" in words
     assert "no task of this app has a profile" in words
+
+
+BATCHED = "profiles: {shop.cut: {model: m, batch: {max_items: 8}}}"
+
+
+def test_a_batched_task_without_the_base_is_named(doctor: Doctor) -> None:
+    code, words = doctor(table=BATCHED)
+    assert (code, len(faults(words))) == (1, 1)
+    assert "shop.cut: profile 'shop.cut' batches it, but it has not the base brim.BatchTask" in words
+    code, words = doctor(table=BATCHED, options=", base=brim.BatchTask")
+    assert (code, faults(words)) == (0, []), words
+    code, words = doctor(options=", base=brim.BatchTask")
+    assert "shop.cut: it is a brim.BatchTask, but profile 'shop.cut' has no batch" in words
 
 
 def test_gpus_that_were_asked_for_and_are_not_there_are_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

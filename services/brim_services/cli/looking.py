@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.text import Text
 
 from brim.core.batching import Batched, ModelKey
-from brim.core.model import Reason, State, canonical
+from brim.core.model import TERMINAL, Reason, State, canonical
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.connection import address
@@ -69,11 +70,17 @@ def executors(as_json: Json = False) -> None:
 
 
 def top() -> None:
-    """Watch the cluster in the terminal: GPUs, overflow, reasons. `q` quits."""
+    """Watch the cluster in the terminal: GPUs, overflow, reasons. `q` quits.
+
+    Where standard output is no terminal it is printed once, as it is now.
+    """
     from brim_services.picture import Painter
-    from brim_services.top import Top
+    from brim_services.top import Top, snapshot
 
     settings, store = open_store()
+    if not sys.stdout.isatty():
+        console.print(snapshot(Painter(store, settings).paint()))
+        return
     store.server_ms()  # an error is said before the screen is taken
     Top(Painter(store, settings), address(settings.redis.url)).run()
 
@@ -202,7 +209,8 @@ def _explain_batched(settings: Settings, store: Store, record: Record, limit: in
         console.print(f"reason    {record.reason}")
     console.print(f"batch     {_batch(record.batched)}")
     if record.executor:
-        console.print(f"is on     {record.executor}; below, as if it were given out now")
+        verb = "was" if record.state in TERMINAL else "is"
+        console.print(f"{f'{verb} on':9} {record.executor}; below, as if it were given out now")
     if found.before:
         console.print(f"before it {found.before} in its lane")
     console.print(resident_table(found))
