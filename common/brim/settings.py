@@ -29,6 +29,9 @@ from pydantic_settings import (
 DEFAULT_FILE = Path("configs/brim.toml")
 """Read if it exists and ``BRIM_CONFIG`` names no other file."""
 
+DEFAULT_TABLE, DEFAULT_POLICY = Path("configs/resources.yaml"), Path("configs/placement.yaml")
+"""Where the resource table and the placement policy are looked for unless settings name other files."""
+
 MIN_KEY = 32
 """A signing key has at least so many characters."""
 
@@ -118,7 +121,7 @@ class Results(Section):
 class Resources(Section):
     """How much memory tasks need."""
 
-    table: Path = Field(Path("configs/resources.yaml"), description="the task resource usage table")
+    table: Path = Field(DEFAULT_TABLE, description="the task resource usage table")
 
 
 class Intake(Section):
@@ -143,7 +146,9 @@ class Intake(Section):
 class Placement(Section):
     """The choice of a device, leases, and what is kept of finished tasks."""
 
-    policy_file: Path = Field(Path("configs/placement.yaml"), description="policy and weights of the choice")
+    policy_file: Path = Field(
+        DEFAULT_POLICY, description="policy and weights of the choice; balanced where this default is not there"
+    )
     ahead: int = Field(1, ge=0, description="most tasks placed behind the busy executors of one device")
     promises: int = Field(
         -1, ge=-1, description="most waiting tasks that devices are kept for; -1: one, or about 6 % of the nodes"
@@ -393,9 +398,17 @@ class PolicyChoice(Section):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The policy written in the YAML file at ``path``. Raises `ConfigurationError`."""
+        """The policy written in the YAML file at ``path``; the built-in one where `DEFAULT_POLICY` is not there.
+
+        Raises `ConfigurationError`.
+        """
+        if not path.exists() and path.absolute() == DEFAULT_POLICY.absolute():
+            return cls()
         try:
             written = yaml.safe_load(path.read_text())
+        except FileNotFoundError as error:
+            reason = f"{_one_line(error)}; placement.policy_file (BRIM_PLACEMENT__POLICY_FILE) names it"
+            raise ConfigurationError(Problem(str(path), "", reason)) from error
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigurationError(Problem(str(path), "", _one_line(error))) from error
         try:

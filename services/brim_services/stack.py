@@ -18,6 +18,8 @@ from brim_services.supervise import Backoff, Command, Supervisor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vision"
 """The example's folder in the repository; it is no part of the wheel."""
+EXAMPLE_APP = "vision"
+EXAMPLE_TABLE = EXAMPLE.parents[1] / "configs" / "resources.yaml"
 
 START_TIMEOUT_S = 60.0
 STAGE_REDIS, STAGE_BRIM, STAGE_WORKERS = range(3)
@@ -39,10 +41,10 @@ class Ports:
 
 
 class Stack:
-    """Redis, intake, placement, a node agent with the example's workers, its ordinary worker, Flower and the monitor.
+    """Redis, intake, placement, a node agent with an app's workers, its ordinary worker, Flower and the monitor.
 
-    ``devices`` is the setting BRIM_DEVICES; ``ignore_memory`` makes placement blind to memory. Data, logs and
-    simulated devices live in ``folder``.
+    ``app`` is the Celery app, as for ``celery -A``. ``devices`` is the setting BRIM_DEVICES; ``ignore_memory`` makes
+    placement blind to memory. Data, logs and simulated devices live in ``folder``.
     """
 
     def __init__(
@@ -54,10 +56,13 @@ class Stack:
         ports: Ports,
         restart: Backoff | None = None,
         *,
+        app: str = EXAMPLE_APP,
         ignore_memory: bool = False,
     ) -> None:
-        if not (EXAMPLE / "vision").is_dir():
-            raise FileNotFoundError(f"the example is not there: {EXAMPLE} (run this from brim's repository)")
+        if app == EXAMPLE_APP and not (EXAMPLE / "vision").is_dir():
+            hint = "it comes with brim's repository; `brim up -A your_app` needs none"
+            raise FileNotFoundError(f"the example is not there: {EXAMPLE} ({hint})")
+        self.app = app
         self.supervisor = supervisor
         self.folder = folder
         self.devices = devices
@@ -92,15 +97,17 @@ class Stack:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the processes get, and producers need: settings, devices, and where the example is."""
+        """What the processes get, and producers need: settings, devices, where the example is, and an app's broker."""
         paths = [str(EXAMPLE), os.environ.get("PYTHONPATH", "")]
+        # Celery lets these win over what an app says of itself.
+        redis = {name: self.url for name in ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")}
         return {
             **self.settings.environment(),
             "BRIM_DEVICES": self.devices,
             "BRIM_SIM_DIR": str(self.folder / "devices"),
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "PYTHONUNBUFFERED": "1",
-            "VISION_BROKER": self.url,
+            **({"VISION_BROKER": self.url} if self.app == EXAMPLE_APP else redis),
         }
 
     def start(self, say: Callable[[str], None], stop: Callable[[], bool]) -> None:
@@ -125,7 +132,8 @@ class Stack:
 
     def _commands(self) -> list[Command]:
         brim = [sys.executable, "-m", "brim_services.cli"]
-        celery = [sys.executable, "-m", "celery", "-A", "vision"]
+        celery = [sys.executable, "-m", "celery", "-A", self.app]
+        queues = ["-Q", "vision"] if self.app == EXAMPLE_APP else []
         drain_s = self.settings.agent.drain_grace_s
         auth = self.settings.flower.basic_auth.get_secret_value()
         monitor = [self._command("monitor", [*brim, "monitor"], STAGE_BRIM)] if self.ports.monitor else []
@@ -133,10 +141,10 @@ class Stack:
             *monitor,
             self._command("intake", [*brim, "intake"], STAGE_BRIM),
             self._command("placement", [*brim, "placement", *["--ignore-memory"] * self.ignore_memory], STAGE_BRIM),
-            self._command("agent", [*brim, "worker", "-A", "vision"], STAGE_WORKERS, grace_s=drain_s + 10.0),
+            self._command("agent", [*brim, "worker", "-A", self.app], STAGE_WORKERS, grace_s=drain_s + 10.0),
             self._command(
                 "ordinary",
-                [*celery, "worker", "-Q", "vision", "-n", "ordinary@%h", "-c", "1", "-l", "INFO"],
+                [*celery, "worker", *queues, "-n", "ordinary@%h", "-c", "1", "-l", "INFO"],
                 STAGE_WORKERS,
             ),
             self._command(

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from brim.gpu.probe import NodeFault, open_probe
-from brim.settings import Metrics, Settings
+from brim.settings import DEFAULT_TABLE, Metrics, PolicyChoice, Resources, Settings
 from brim_services.embedded import preferred_port
-from brim_services.stack import Ports, Stack
+from brim_services.resources import load_table
+from brim_services.stack import EXAMPLE_APP, EXAMPLE_TABLE, Ports, Stack
 from brim_services.supervise import Backoff, ChildDied, Supervisor, termination_requested
 
 SIMULATED = "sim:4x24GiB"
@@ -41,13 +42,27 @@ def _metrics(chosen: Metrics) -> Metrics:
     return chosen.model_copy(update=ports)
 
 
-def up(settings: Settings, folder: Path, ports: Ports, *, as_json: bool) -> int:
-    """Start the stack, print its addresses, keep it running; the exit code."""
+def _files(settings: Settings, app: str) -> Settings:
+    """Settings whose files can be read; the example brings its table along to where there is none.
+
+    Raises `ConfigurationError` or `TableError`, before anything is started.
+    """
+    table = settings.resources.table
+    if app == EXAMPLE_APP and table == DEFAULT_TABLE and not table.exists():
+        settings = settings.model_copy(update={"resources": Resources(table=EXAMPLE_TABLE)})
+    load_table(settings)
+    PolicyChoice.load(settings.placement.policy_file)
+    return settings
+
+
+def up(settings: Settings, folder: Path, ports: Ports, *, app: str = EXAMPLE_APP, as_json: bool) -> int:
+    """Start the stack with a Celery app's workers, print its addresses, keep it running; the exit code."""
+    settings = _files(settings, app)
     console = Console(stderr=as_json)
     backoff = Backoff(settings.agent.restart_backoff_s, settings.agent.restart_backoff_max_s)
     settings = settings.model_copy(update={"metrics": _metrics(settings.metrics)})
     with termination_requested() as stop, Supervisor(folder / "logs") as supervisor:
-        stack = Stack(supervisor, folder.absolute(), settings, devices_setting(), ports, backoff)
+        stack = Stack(supervisor, folder.absolute(), settings, devices_setting(), ports, backoff, app=app)
         try:
             stack.start(lambda what: console.print(f"[dim]starting:[/] {what}", highlight=False), stop)
         except (ChildDied, TimeoutError) as error:

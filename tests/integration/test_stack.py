@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from celery import Celery
 
 from brim_services.supervise import wait_until
 
@@ -17,11 +18,12 @@ BRIM = [sys.executable, "-m", "brim_services.cli"]
 
 
 @contextmanager
-def brim(tmp_path: Path, *argv: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A brim process whose temporary files lie below ``tmp_path``; ended with the block."""
+def brim(tmp_path: Path, *argv: str, folder: Path | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A brim process in a folder, whose temporary files lie below ``tmp_path``; ended with the block."""
     paths = os.pathsep.join(path for path in sys.path if path)
     with subprocess.Popen(
         [*BRIM, *argv],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -76,29 +78,73 @@ def test_the_demo_fails_when_placement_ignores_memory(tmp_path: Path) -> None:
     assert started_below(tmp_path) == []
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.large), signal.SIGKILL])
-def test_up_serves_until_it_is_ended_and_takes_everything_with_it(tmp_path: Path, number: signal.Signals) -> None:
+@contextmanager
+def up(tmp_path: Path, *argv: str, number: signal.Signals) -> Iterator[dict[str, str]]:
+    """`brim up` in a folder that is not the repository, with one GPU; its addresses. Ended by the signal."""
     folder = tmp_path / "up"
-    argv = ("up", "--folder", str(folder), "--redis-port", "0", "--flower-port", "0", "--monitor-port", "0", "--json")
-    with brim(tmp_path, *argv, BRIM_DEVICES="sim:1x24GiB", BRIM_AGENT__EXECUTORS_PER_GPU="2") as process:
+    ports = [part for name in ("redis", "flower", "monitor") for part in (f"--{name}-port", "0")]
+    options = {"BRIM_DEVICES": "sim:1x24GiB", "BRIM_AGENT__EXECUTORS_PER_GPU": "2"}
+    with brim(tmp_path, "up", "--folder", str(folder), "--json", *ports, *argv, folder=tmp_path, **options) as process:
         assert process.stdout
-        addresses = json.loads(process.stdout.readline())
+        yield json.loads(process.stdout.readline())
+        assert started_below(folder)
+        process.send_signal(number)
+        process.wait(timeout=60)
+    wait_until(lambda: not started_below(folder), 20, "every process has ended")
+
+
+@pytest.mark.large
+@pytest.mark.timeout(180)
+def test_up_serves_the_example_until_it_is_interrupted(tmp_path: Path) -> None:
+    with up(tmp_path, number=signal.SIGINT) as addresses:
         environment = {**os.environ, "BRIM_REDIS__URL": addresses["redis"]}
         environment["PYTHONPATH"] = os.pathsep.join(["examples/vision", *filter(None, sys.path)])
         environment["VISION_BROKER"] = addresses["redis"]
-        if number == signal.SIGINT:  # what it serves is the same either way
-            producer = [sys.executable, "-m", "vision.producer", "--count", "8", "--seed", "3"]
-            printed = subprocess.run(producer, env=environment, capture_output=True, text=True, timeout=60, check=True)
-            assert len(printed.stdout.splitlines()) == 8
-            status = subprocess.run([*BRIM, "status", "--json"], env=environment, capture_output=True, check=True)
-            assert [device["total_mib"] for device in json.loads(status.stdout)["devices"]] == [24_576]
-        assert started_below(folder)
+        producer = [sys.executable, "-m", "vision.producer", "--count", "8", "--seed", "3"]
+        printed = subprocess.run(producer, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        assert len(printed.stdout.splitlines()) == 8
+        status = subprocess.run([*BRIM, "status", "--json"], env=environment, capture_output=True, check=True)
+        assert [device["total_mib"] for device in json.loads(status.stdout)["devices"]] == [24_576]
 
-        process.send_signal(number)
-        process.wait(timeout=60)
 
-    wait_until(lambda: not started_below(folder), 20, "every process has ended")
+TEXTAPP = """\
+from celery import Celery
+
+import brim
+
+app = Celery("textapp", broker="redis://elsewhere:6379/0", backend="redis://elsewhere:6379/0")
+brim.install(app)
+
+
+@app.task(base=brim.BatchTask)
+def embed(items: list[brim.Item]) -> list:
+    return [embed.loaded * len(item.kwargs["text"]) for item in items]
+
+
+embed.load = lambda: 2
+"""
+TABLE = "profiles: {textapp.embed: {model: m, batch: {max_items: 8, volume: len(text), max_volume: 64}}}"
+
+
+@pytest.mark.timeout(180)
+def test_up_serves_one_s_own_batches_and_is_ended_with_everything_that_it_started(tmp_path: Path) -> None:
+    (tmp_path / "textapp.py").write_text(TEXTAPP)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "resources.yaml").write_text(TABLE)
+
+    with up(tmp_path, "-A", "textapp", number=signal.SIGKILL) as addresses:
+        producer = Celery("p", broker=addresses["redis"], backend=addresses["redis"], set_as_current=False)
+        asked = producer.send_task("textapp.embed", kwargs={"text": "abc"}, queue="brim.intake")
+        assert asked.get(timeout=60) == 6
+
+
+def test_up_names_the_setting_of_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with brim(tmp_path, "up", "-A", "textapp", folder=tmp_path) as process:
+        _, err = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert "brim: configs/resources.yaml: No such file" in err
+    assert "BRIM_RESOURCES__TABLE" in err
 
 
 @pytest.mark.timeout(120)

@@ -179,6 +179,13 @@ def test_an_empty_policy_file_means_the_defaults(tmp_path: Path) -> None:
     assert PolicyChoice.load(written(tmp_path, "", "placement.yaml")) == PolicyChoice()
 
 
+def test_without_the_default_policy_file_the_built_in_policy_holds(tmp_path: Path) -> None:
+    assert PolicyChoice.load(Settings().placement.policy_file) == PolicyChoice()
+
+    with pytest.raises(ConfigurationError, match=r"No such file or directory; placement\.policy_file"):
+        PolicyChoice.load(tmp_path / "other.yaml")
+
+
 def test_secrets_are_shown_to_nobody_but_those_who_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(security={"header_key": "s3cret" * 6}, flower={"basic_auth": "ann:s3cret"})
 

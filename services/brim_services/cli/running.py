@@ -18,22 +18,27 @@ Debug = Annotated[bool, typer.Option("--debug", help="Log more.")]
 
 
 def up(
+    celery_app: Annotated[
+        str | None,
+        typer.Option("-A", "--app", help="Your Celery app, as for `celery -A`.", show_default="brim's example"),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where data and logs are kept.")] = Path(".brim"),
     redis_port: Annotated[int, typer.Option(help="Port of Redis; a free one if it is taken.")] = 6379,
     flower_port: Annotated[int, typer.Option(help="Port of Flower; a free one if it is taken.")] = 5555,
     monitor_port: Annotated[int, typer.Option(help="Port of the page; a free one if it is taken.")] = 8765,
     as_json: Annotated[bool, typer.Option("--json", help="Print the addresses as one JSON line.")] = False,
 ) -> None:
-    """Start Redis, brim, the example's workers and Flower; stop them all on Ctrl-C.
+    """Start Redis, brim, an app's workers and Flower; stop them all on Ctrl-C.
 
+    It runs in any folder. Your own app calls `brim.install(app)`, and its table is configs/resources.yaml or what
+    BRIM_RESOURCES__TABLE names; its workers here use the Redis that is started, whatever it says itself.
     BRIM_DEVICES chooses the devices (sim:4x24GiB, nvml); by default NVML's where there are any.
     """
-    from brim_services.stack import Ports
+    from brim_services.stack import EXAMPLE_APP, Ports
     from brim_services.up import up as run
 
-    raise typer.Exit(
-        run(load_settings(), folder, Ports.preferred(redis_port, flower_port, monitor_port), as_json=as_json)
-    )
+    ports = Ports.preferred(redis_port, flower_port, monitor_port)
+    raise typer.Exit(run(load_settings(), folder, ports, app=celery_app or EXAMPLE_APP, as_json=as_json))
 
 
 def intake(as_json: JsonLog = False, debug: Debug = False) -> None:

@@ -130,7 +130,7 @@ def check_config(as_json: Json = False) -> None:
     for path, load in ((settings.resources.table, load_table), (settings.placement.policy_file, _policy)):
         try:
             load(settings)
-            checked.append(str(path))
+            checked.append(str(path) if path.exists() else f"{path}, which is not there: the built-in policy")
         except (ConfigurationError, TableError) as error:
             problems += map(str, error.problems)
     if as_json:
