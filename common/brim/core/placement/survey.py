@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from brim.core.model import Demand, Device, Reason
 from brim.core.placement.cluster import EVERYTHING, Cluster, Shape, Site
@@ -128,9 +130,10 @@ class Survey:
         if not self._names or wanted > self._there.shape[1]:
             return None
         able, never = self._able(demand, task)
-        minutes = np.maximum(self._minutes(demand, now_s, mean_run_s), never)
-        minutes[[self._places[name] for name in taken if name in self._places]] = np.inf
+        minutes = self._minutes(demand, now_s, mean_run_s)
+        np.maximum(minutes, never, out=minutes)
         total = self._sums(minutes, wanted)
+        total[[self._places[name] for name in taken if name in self._places]] = np.inf
         while (soonest := total.min()) < np.inf:
             places = np.flatnonzero(total == soonest)
             found = self._least(places, able, minutes[places], demand)
@@ -159,13 +162,19 @@ class Survey:
     def _minutes(self, demand: Demand, now_s: float, mean_run_s: float) -> Floats:
         """[S, D] how long the attempts that must end are supposed to run on, in sum, in whole minutes."""
         need = self._capacity if demand.whole else demand.vram_mib
-        missing = np.maximum(need - self._spare, 0)
-        ages_s = np.maximum(self._counted * now_s - self._placed_s, 0.0)
+        missing = need - self._spare
+        minutes: Floats = self._counted * now_s
+        minutes -= self._placed_s
+        np.maximum(minutes, 0.0, out=minutes)
         if mean_run_s:
-            ages_s += self._busy * mean_run_s
-        part = np.minimum(np.maximum(missing / self._held, self._least_part), 1.0)
-        minutes: Floats = np.floor(ages_s * part / 60)
-        return np.where((missing > 0) | self._full, minutes, 0.0)
+            minutes += self._busy * mean_run_s
+        part = missing / self._held
+        np.maximum(part, self._least_part, out=part)
+        minutes *= np.minimum(part, 1.0, out=part)
+        minutes /= 60
+        np.floor(minutes, out=minutes)
+        minutes *= (missing > 0) | self._full
+        return minutes
 
     def _sums(self, minutes: Floats, wanted: int) -> Floats:
         """[S] the sum over the ``wanted`` devices of each node with the least."""
@@ -180,7 +189,7 @@ class Survey:
         """Of nodes where as much is to be waited for, the devices with the fewest ends, then the least missing."""
         wanted = max(1, demand.gpus)
         need = self._capacity[places] if demand.whole else demand.vram_mib
-        missing = np.maximum(need - self._spare[places], 0)
+        missing = np.maximum(need - self._spare[places].astype(np.int64), 0)
         held = self._held[places].astype(np.int64)
         ends = np.maximum(-(-self._busy[places] * missing // held), (missing > 0) | self._full[places])
         lack = np.minimum(ends * _END + missing, _MOST)
@@ -224,15 +233,20 @@ class Survey:
         self._names = self.cluster.order()
         self._places = {name: place for place, name in enumerate(self._names)}
         shape = len(self._names), max([1, *(len(site.devices) for site in self.cluster)])
-        self._there, self._up, self._full = (np.zeros(shape, dtype=bool) for _ in range(3))
-        self._taskset, self._model = (np.zeros(shape, dtype=np.int64) for _ in range(2))
-        self._available, self._committed, self._reclaimable = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        self._capacity, self._drained, self._busy = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        self._spare = np.zeros(shape, dtype=np.int64)
+
+        def table(dtype: type[np.generic]) -> NDArray[Any]:
+            # A site has few devices: what is asked for of each site is found faster with all first ones side by side.
+            return np.zeros(shape, dtype, order="F")
+
+        self._there, self._up, self._full = (table(np.bool_) for _ in range(3))
+        self._taskset, self._model = (table(np.int64) for _ in range(2))
+        self._available, self._committed, self._reclaimable = (table(np.int64) for _ in range(3))
+        self._capacity, self._drained, self._busy = (table(np.int64) for _ in range(3))
+        self._spare = table(np.float64)
         """Memory available once leftover is replaced."""
-        self._held, self._least_part = np.ones(shape), np.ones(shape)
+        self._held, self._least_part = table(np.float64) + 1, table(np.float64) + 1
         """Memory that attempts hold, at least 1; and the part of it that one of them holds."""
-        self._counted, self._placed_s = np.zeros(shape), np.zeros(shape)
+        self._counted, self._placed_s = table(np.float64), table(np.float64)
         self._cpu, self._ram, self._cpus, self._rams = (np.zeros(len(self._names), dtype=np.int64) for _ in range(4))
         self._numbers: dict[str, int] = {}
         self._runs: dict[str, tuple[tuple[int, int], Bools]] = {}
