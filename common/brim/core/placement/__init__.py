@@ -3,8 +3,9 @@
 from brim.core.placement.cluster import Cluster, Site
 from brim.core.placement.explain import Candidate, Explanation, explain
 from brim.core.placement.fit import node_shortage, place_name, shortage
+from brim.core.placement.heads import Lane, Waiting
 from brim.core.placement.mix import Mix
-from brim.core.placement.planner import NO_PROMISES, Lane, Placement, Plan, Planner, PlannerSettings, Waiting
+from brim.core.placement.planner import NO_PROMISES, Placement, Plan, Planner, PlannerSettings
 from brim.core.placement.policy import PRESETS, Policy, make_policy
 from brim.core.placement.promise import Beside, Promise
 

@@ -6,11 +6,9 @@ planner remembers between calls only saves it from working out again what has no
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import is_
 from types import MappingProxyType
 
 import numpy as np
@@ -19,8 +17,9 @@ from brim.core.model import Demand, Reason
 from brim.core.placement.board import Board, Spot
 from brim.core.placement.cluster import Cluster, Site
 from brim.core.placement.fit import node_shortage, place_name
+from brim.core.placement.heads import Heads, Lane, Waiting
 from brim.core.placement.mix import Mix
-from brim.core.placement.outlook import Ints
+from brim.core.placement.outlook import Bools, Floats, Ints
 from brim.core.placement.policy import Policy
 from brim.core.placement.promise import Beside, Promise
 from brim.core.placement.survey import Survey
@@ -36,25 +35,6 @@ PROMISED_SHARE = 0.06
 
 SMALL_CLUSTER = 8
 """Up to so many nodes there is one promise, where their number is not set; above, at least two."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """One task in overflow; the lower its ``score`` (priority, then age), the earlier its turn."""
-
-    task_id: str
-    score: float
-    admitted_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """Waiting tasks with one name and one demand, by score; ``waiting`` may be only the lane's front."""
-
-    key: str
-    task: str
-    demand: Demand
-    waiting: Sequence[Waiting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +117,8 @@ class Planner:
         """
         if self._memory is None or self._memory.cluster is not cluster:
             self._memory = _Memory(self, cluster)
-        waiting = {lane.key: lane for lane in lanes if lane.waiting}
-        return _Pass(self.settings, self._memory, waiting, now_s).run(promises, reasons=reasons)
+        self._memory.look(lanes)
+        return _Pass(self.settings, self._memory, now_s).run(promises, reasons=reasons)
 
 
 @dataclass(slots=True)
@@ -180,18 +160,22 @@ class _Memory:
         )
         self.boards = [board for board in (self.board, self.behind) if board is not None]
         self.survey = Survey(cluster)
-        self.lanes: dict[str, _Known] = {}
-        """By key, those whose reasons have been known for the longest first."""
+        self.heads = Heads()
+        """The lanes of the plan; their places are those of all arrays here."""
+        self.known: dict[str, _Known] = {}
+        """By lane, those whose reasons have been known for the longest first."""
+        self.of_place: list[_Known] = []
+        """The same by place."""
+        self.rows: Ints = np.zeros(0, dtype=np.int64)
+        self.ram_mib: Ints = np.zeros(0, dtype=np.int64)
+        self.asked_mib: Floats = np.zeros(0)
+        """[L] of the lanes."""
         self.reasons: dict[str, Reason] = {}
         """Why the head of each lane waits, as it was told last."""
-        self.of_row: dict[int, set[str]] = {}
-        """The lanes of each row of the boards."""
-        self.asleep: set[str] = set()
-        """Lanes that fitted nowhere on any board when the boards were as they were at ``slept``."""
+        self.asleep: Bools = np.zeros(0, dtype=bool)
+        """[L] lanes that fitted nowhere on any board when the boards were as they were at ``slept``."""
         self.slept: dict[Board, tuple[int, int]] = {}
-        self.seen: list[Lane] = []
-        """The lanes of the last plan."""
-        self._fitting: tuple[object, set[str] | None] = None, None
+        self._fitting: tuple[object, Bools | None] = None, None
         """What `fitting` found, and for which moments."""
         self.veils: dict[str, _Veil] = {}
         """By node."""
@@ -200,37 +184,46 @@ class _Memory:
         self.veilings = 0
         """Changes whenever other nodes are promised than before."""
 
-    def known(self, lane: Lane) -> _Known:
-        """What is remembered about this lane."""
-        known = self.lanes.get(lane.key)
+    def look(self, lanes: Iterable[Lane]) -> None:
+        """Take over the lanes of a plan and their heads; new ones are awake."""
+        before = self.of_place
+        if not self.heads.look(lanes) and len(self.known) >= len(before):
+            return
+        asleep = {id(known) for known, asleep in zip(before, self.asleep.tolist(), strict=True) if asleep}
+        for lane in self.heads.given:
+            self._know(lane)
+        self.of_place = [self.known[key] for key in self.heads.places]
+        self.rows = np.array([known.row for known in self.of_place], dtype=np.int64)
+        self.ram_mib = np.array([known.demand.ram_mib for known in self.of_place], dtype=np.int64)
+        self.asked_mib = np.array([known.asked_mib for known in self.of_place], dtype=np.float64)
+        self.asleep = np.array([id(known) in asleep for known in self.of_place], dtype=bool)
+        self._fitting = None, None
+
+    def _know(self, lane: Lane) -> None:
+        """Begin to remember a lane that is new, or asks for something else than before."""
+        known = self.known.get(lane.key)
         if known is None or (known.demand is not lane.demand and known.demand != lane.demand):
             self.forget(lane.key)
             row = self.board.row(lane.demand, lane.task)
             if self.behind is not None:
                 self.behind.row(lane.demand, lane.task)
             asked_mib = max(1, lane.demand.gpus * lane.demand.vram_mib)
-            known = self.lanes[lane.key] = _Known(lane.demand, row, asked_mib)
-            self.of_row.setdefault(row, set()).add(lane.key)
-        known.demand = lane.demand
-        return known
+            self.known[lane.key] = _Known(lane.demand, row, asked_mib)
 
     def forget(self, key: str) -> None:
         """Remember nothing about this lane."""
-        known = self.lanes.pop(key, None)
-        if known is not None:
-            self.of_row[known.row].discard(key)
-            self.asleep.discard(key)
-            self.reasons.pop(key, None)
+        self.known.pop(key, None)
+        self.reasons.pop(key, None)
 
-    def fitting(self) -> set[str] | None:
-        """The lanes that fitted nowhere at ``slept`` and fit somewhere now, perhaps with others; None if that cannot
+    def fitting(self) -> Bools | None:
+        """[L] lanes that fitted nowhere at ``slept`` and fit somewhere now, perhaps with others; None if that cannot
         be told."""
         moments = [(self.slept.get(board, NEVER), board.moment()) for board in self.boards]
         if self._fitting[0] != moments:
             self._fitting = moments, self._fit_now()
         return self._fitting[1]
 
-    def _fit_now(self) -> set[str] | None:
+    def _fit_now(self) -> Bools | None:
         most: Ints | None = None
         for board in self.boards:
             room = board.room_since(self.slept.get(board, NEVER))
@@ -238,62 +231,54 @@ class _Memory:
                 return None
             most = room if most is None else np.maximum(most, room)
         assert most is not None
-        rows = np.flatnonzero(most >= 0)
-        found, lanes = set(), self.lanes
-        for row, mib in zip(rows.tolist(), most[rows].tolist(), strict=True):
-            for key in self.of_row.get(row, ()):
-                if lanes[key].demand.ram_mib <= mib:
-                    found.add(key)
-        return found
+        fit: Bools = most[self.rows] >= self.ram_mib
+        return fit
 
-    def look(self, lanes: Mapping[str, Lane]) -> None:
-        """Begin to remember those of the lanes that are new."""
-        if len(lanes) == len(self.seen) == len(self.lanes) and all(map(is_, lanes.values(), self.seen)):
-            return
-        for key, lane in lanes.items():
-            known = self.lanes.get(key)
-            if known is None or known.demand is not lane.demand:
-                self.known(lane)
-        self.seen = list(lanes.values())
-
-    def sleep(self, sleepers: set[str], tried: Iterable[str]) -> None:
+    def sleep(self, sleepers: Bools, tried: Iterable[int]) -> None:
         """Take over who sleeps now: of those that have slept before, and of those that were ``tried`` for the first
         time since, the ones that fit nowhere."""
         fitting = self.fitting()
-        self.asleep = set() if fitting is None else sleepers - fitting
-        for key in tried:
-            known = self.lanes[key]
+        self.asleep = np.zeros_like(sleepers) if fitting is None else sleepers & ~fitting
+        for place in tried:
+            known = self.of_place[place]
             if not any(board.best(known.row, known.demand.ram_mib) for board in self.boards):
-                self.asleep.add(key)
+                self.asleep[place] = True
         self.slept = {board: board.moment() for board in self.boards}
 
 
 class _Pass:
     """One call of `Planner.plan`."""
 
-    def __init__(self, settings: PlannerSettings, memory: _Memory, lanes: dict[str, Lane], now_s: float) -> None:
+    def __init__(self, settings: PlannerSettings, memory: _Memory, now_s: float) -> None:
         self.settings = settings
         self.memory = memory
         self.cluster = memory.cluster
         self.board = memory.board
-        self.lanes = lanes
+        self.heads = memory.heads
         self.now_s = now_s
         self.plan = Plan()
-        self.heads: list[tuple[float, str, int]] = []
-        """(score, lane, place in it) of heads that may start, in the order of their turns; a heap."""
-        self.sleepers: set[str] = set()
-        """Lanes that fitted nowhere before something changed since the last plan."""
-        self.eager: set[str] = set()
-        """Lanes whose heads are promised a node that has changed since they were tried there."""
-        self.blocked: dict[str, int] = {}
-        """Lanes whose heads cannot start → the head's place in its lane, of those that were not asleep all along."""
-        self.spent: set[str] = set()
-        """Lanes whose tasks have all been placed."""
-        self.line: list[tuple[float, str, int]] | None = None
-        """Turns of heads that cannot start and may get a promise that is free; a heap, made when it is asked for."""
         self.most_promises = settings.promises_for(len(memory.cluster.order()))
-        self.entitled: set[str] | None = None
-        """Lanes whose heads may get a promise; worked out when it is asked for."""
+        none = np.zeros(len(memory.of_place), dtype=bool)
+        self.passed: dict[int, int] = {}
+        """By place, how many of the lane's tasks have been placed."""
+        self.scores = self.heads.scores.copy()
+        """[L] of the heads that there are now."""
+        self.turns: Bools = none
+        """[L] lanes whose heads may still start."""
+        self.sleepers: Bools = none
+        """[L] lanes that fitted nowhere before something changed since the last plan."""
+        self.eager: Bools = none.copy()
+        """[L] lanes whose heads are promised a node that has changed since they were tried there."""
+        self.tried: list[int] = []
+        """Places of lanes whose heads had their turn and cannot start."""
+        self.spent: Bools = none.copy()
+        """[L] lanes whose tasks have all been placed."""
+        self.promised: Bools = none.copy()
+        """[L] lanes whose heads have a promise."""
+        self.vain: Bools = none.copy()
+        """[L] lanes for whose heads no promise was found since one more became free."""
+        self.entitled: Bools | None = None
+        """[L] lanes whose heads may get a promise; worked out when it is asked for."""
 
     def run(self, promises: Mapping[str, Promise], *, reasons: bool) -> Plan:
         self._keep(promises)
@@ -301,58 +286,61 @@ class _Pass:
             board.refresh()
         self._wake()
         while True:
-            due = self._due()
-            if due is not None and (not self.heads or due[0] < self.heads[0]):
-                _, key, position = heapq.heappop(due)
-                self._promise(self.lanes[key], self.lanes[key].waiting[position])
-                continue
-            if not self.heads:
-                break
-            turn = heapq.heappop(self.heads)
-            key, position = turn[1:]
-            lane, free = self.lanes[key], self._free()
-            if not self._start(lane, lane.waiting[position]):
-                self._block(turn)
-                continue
-            if position + 1 < len(lane.waiting):
-                heapq.heappush(self.heads, (lane.waiting[position + 1].score, key, position + 1))
+            turn, due = self._first(self.turns), self._due()
+            if due is not None and (turn is None or (self.scores[due], due) < (self.scores[turn], turn)):
+                self._promise(due)
+            elif turn is not None:
+                self._turn(turn)
             else:
-                self.spent.add(key)
-            if self._free() > free:
-                self.line = None
-            self._doze()
-        self.memory.sleep(self.sleepers | self.memory.asleep, self.blocked.keys() - self.sleepers)
+                break
+        tried = [place for place in self.tried if not self.sleepers[place]]
+        self.memory.sleep(self.sleepers | self.memory.asleep, tried)
         if reasons:
             self._explain()
         self.cluster.undo(len(self.plan.placements))
         return self.plan
 
+    def _first(self, among: Bools) -> int | None:
+        """Of these lanes the one whose head comes first."""
+        if not among.any():
+            return None
+        return int(np.where(among, self.scores, np.inf).argmin())
+
+    def _head(self, place: int) -> Waiting:
+        """The lane's first task that has not been placed."""
+        return self.heads.lanes[place].waiting[self.passed.get(place, 0)]
+
     def _wake(self) -> None:
         """Tell apart which heads may start; of those that sleep on it is certain that they cannot."""
-        memory, lanes = self.memory, self.lanes
-        memory.look(lanes)
-        fitting = memory.fitting()
+        memory, fitting = self.memory, self.memory.fitting()
         if fitting is None:
-            memory.asleep.clear()
+            memory.asleep = np.zeros_like(memory.asleep)
         else:
             self.sleepers = memory.asleep & fitting
-            memory.asleep -= self.sleepers
-        awake = (lanes.keys() - memory.asleep) | self.eager
-        self.heads = [(lanes[key].waiting[0].score, key, 0) for key in awake]
-        heapq.heapify(self.heads)
+            memory.asleep &= ~fitting
+        self.turns = ~memory.asleep | self.eager
+
+    def _turn(self, place: int) -> None:
+        """Start a lane's head if it fits; the next one's turn may come later."""
+        lane, free = self.heads.lanes[place], self._free()
+        if not self._start(place, lane, self._head(place)):
+            self.turns[place] = False
+            self.tried.append(place)
+            return
+        passed = self.passed[place] = self.passed.get(place, 0) + 1
+        if passed < len(lane.waiting):
+            self.scores[place] = lane.waiting[passed].score
+        else:
+            self.turns[place], self.spent[place] = False, True
+        if self._free() > free:
+            self.vain[:] = False
+        self._doze()
 
     def _doze(self) -> None:
         """Let those heads sleep on that could have started before the last placement."""
-        fitting = self.memory.fitting() if self.sleepers else None
-        if fitting is None:
-            return
-        awake = fitting | self.eager
-        asleep = [turn for turn in self.heads if turn[1] in self.sleepers and turn[1] not in awake]
-        if asleep:
-            self.heads = [turn for turn in self.heads if turn[1] not in self.sleepers or turn[1] in awake]
-            heapq.heapify(self.heads)
-            for turn in asleep:
-                self._block(turn)
+        fitting = self.memory.fitting() if self.sleepers.any() else None
+        if fitting is not None:
+            self.turns &= fitting | self.eager | ~self.sleepers
 
     # -- promises kept -----------------------------------------------------------------------------------------
 
@@ -362,14 +350,15 @@ class _Pass:
         Tasks of a lane are alike, so one overtaken inside its lane leaves its promise to the head.
         """
         memory, kept, changed = self.memory, self.plan.promises, set(self.memory.veils)
-        lanes, veils, boards, at = self.lanes, memory.veils, len(memory.boards), self.cluster.site
+        places, first = self.heads.places, self.heads.first
+        veils, boards, at = memory.veils, len(memory.boards), self.cluster.site
         for task_id, promise in promises.items():
-            node, lane = promise.node, lanes.get(promise.lane)
+            node, place = promise.node, places.get(promise.lane)
             site, veil = at(node), veils.get(node)
-            if lane is None or site is None:
+            if place is None or site is None:
                 continue
-            head = lane.waiting[0].task_id
-            if head != task_id and not any(waiting.task_id == task_id for waiting in lane.waiting):
+            head = first[place].task_id
+            if head != task_id and all(waiting.task_id != task_id for waiting in self.heads.lanes[place].waiting):
                 continue
             if veil is None or veil.promise is not promise or veil.site is not site:
                 if not promise.holds(site):
@@ -377,8 +366,9 @@ class _Pass:
                 veil = self._veil(node, promise)
             changed.discard(node)
             kept[head] = promise
+            self.promised[place] = True
             if len(veil.vain) < boards:
-                self.eager.add(lane.key)
+                self.eager[place] = True
         for node in changed:
             self._unveil(node)
 
@@ -401,10 +391,10 @@ class _Pass:
 
     # -- starting ----------------------------------------------------------------------------------------------
 
-    def _start(self, lane: Lane, head: Waiting) -> bool:
+    def _start(self, place: int, lane: Lane, head: Waiting) -> bool:
         """Place the task at once, or behind busy executors if no eligible device has an idle one."""
         memory = self.memory
-        known = memory.known(lane)
+        known = memory.of_place[place]
         spot, behind = self._spot(self.board, known, lane, head), False
         if spot is None and memory.behind is not None and not memory.survey.idle(lane.demand, lane.task):
             spot, behind = self._spot(memory.behind, known, lane, head), True
@@ -423,6 +413,7 @@ class _Pass:
                     self._veil(spot.node, joined)
                     break
         if kept is not None:
+            self.promised[place] = False
             self._unveil(kept.node)
         for board in memory.boards:
             board.refresh()
@@ -445,36 +436,22 @@ class _Pass:
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
-    def _block(self, turn: tuple[float, str, int]) -> None:
-        """Note that a head cannot start; if it is due, it may get a promise in its turn."""
-        _, key, position = turn
-        self.blocked[key] = position
-        if self.line is not None and key in self._entitled():
-            heapq.heappush(self.line, turn)
-
-    def _due(self) -> list[tuple[float, str, int]] | None:
-        """The turns of those who may get a promise that is free, if there are any; the most urgent one comes first."""
+    def _due(self) -> int | None:
+        """The lane whose head is the first to get a promise that is free, if there is one for anybody."""
         if self._free() <= 0:
             return None
-        if self.line is None:
-            self.line, promised = [], self.plan.promises
-            for key in self._entitled() - {turn[1] for turn in self.heads} - self.spent:
-                place = self.blocked.get(key, 0)
-                head = self.lanes[key].waiting[place]
-                if head.task_id not in promised:
-                    self.line.append((head.score, key, place))
-            heapq.heapify(self.line)
-        return self.line or None
+        if self.entitled is None:
+            self.entitled = self._entitled()
+        return self._first(self.entitled & ~(self.turns | self.spent | self.promised | self.vain))
 
     def _free(self) -> int:
         """Promises that may still be made."""
         return self.most_promises - len(self.plan.promises)
 
-    def _promise(self, lane: Lane, head: Waiting) -> None:
-        """Promise the head devices, if it is one of those whose turn it is and there are any."""
-        if head.task_id in self.plan.promises or lane.key not in self._entitled():
-            return
-        survey, known = self.memory.survey, self.memory.lanes[lane.key]
+    def _promise(self, place: int) -> None:
+        """Promise the lane's head devices, if there are any."""
+        self.vain[place] = True
+        lane, known, survey = self.heads.lanes[place], self.memory.of_place[place], self.memory.survey
         survey.refresh()
         state = survey.version, self.memory.veilings
         if known.hopeless == state:
@@ -487,36 +464,32 @@ class _Pass:
         site, positions = found
         devices = tuple(site.devices[position].uuid for position in positions)
         promise = Promise(lane.key, site.name, devices, lane.demand, self.now_s)
-        self.plan.promises[head.task_id] = promise
+        self.plan.promises[self._head(place).task_id] = promise
+        self.promised[place] = True
         self._veil(site.name, promise)
         for board in self.memory.boards:
             board.refresh()
 
-    def _entitled(self) -> set[str]:
-        """As many lanes as there are promises: the heads that have asked for the most memory for the longest.
+    def _entitled(self) -> Bools:
+        """[L] as many lanes as there are promises: the heads that have asked for the most memory for the longest.
 
         Memory × wait: a large task needs a promise, for room for it never comes by itself, while small ones are mostly
         served by what becomes free anyway; and none is left out for ever, for its wait grows.
         """
-        if self.entitled is None:
-            now_s, longest_s, known = self.now_s, self.now_s - self.settings.promise_after_s, self.memory.lanes
-            heads = [(key, lane.waiting[0]) for key, lane in self.lanes.items()]
-            claims = [
-                (known[key].asked_mib * (head.admitted_s - now_s), head.score, key)
-                for key, head in heads
-                if head.admitted_s <= longest_s
-            ]
-            claims.sort()
-            self.memory.survey.refresh()
-            possible = (key for _, _, key in claims if self._possible(key))
-            self.entitled = set(islice(possible, self.most_promises))
-        return self.entitled
+        heads, entitled = self.heads, np.zeros(len(self.turns), dtype=bool)
+        claims = self.memory.asked_mib * (heads.admitted_s - self.now_s)
+        order = np.lexsort((heads.scores, claims))
+        order = order[heads.admitted_s[order] <= self.now_s - self.settings.promise_after_s]
+        self.memory.survey.refresh()
+        possible = (place for place in order.tolist() if self._possible(place))
+        entitled[list(islice(possible, self.most_promises))] = True
+        return entitled
 
-    def _possible(self, key: str) -> bool:
+    def _possible(self, place: int) -> bool:
         """Whether some node would hold the lane's demand once it is drained."""
-        survey, known = self.memory.survey, self.memory.lanes[key]
+        survey, known = self.memory.survey, self.memory.of_place[place]
         if known.judged != survey.version:
-            lane = self.lanes[key]
+            lane = self.heads.lanes[place]
             known.judged = survey.version
             known.possible = survey.nearest(lane.demand, lane.task, (), self.now_s) is not None
         return known.possible
@@ -530,17 +503,20 @@ class _Pass:
         the longest.
         """
         memory = self.memory
-        for key in memory.lanes.keys() - (self.lanes.keys() - self.spent):
-            memory.forget(key)
+        if len(memory.known) > len(memory.of_place) or self.spent.any():
+            waiting = {lane.key for lane, spent in zip(self.heads.lanes, self.spent.tolist(), strict=True) if not spent}
+            for key in memory.known.keys() - waiting:
+                memory.forget(key)
         size = max(1, memory.survey.size)
         memory.looks = min(memory.looks + LOOKED_AT, size * max(1, LOOKED_AT // size))
-        again = list(islice(memory.lanes, memory.looks // size))
+        again = list(islice(memory.known, memory.looks // size))
         memory.looks -= len(again) * size
-        if len(memory.reasons) < len(memory.lanes):
-            again = list(dict.fromkeys([*again, *(key for key in memory.lanes if key not in memory.reasons)]))
+        if len(memory.reasons) < len(memory.known):
+            again = list(dict.fromkeys([*again, *(key for key in memory.known if key not in memory.reasons)]))
         for key in again:
-            memory.lanes[key] = memory.lanes.pop(key)
-            memory.reasons[key] = self._why(self.lanes[key], self.lanes[key].waiting[self.blocked.get(key, 0)])
+            memory.known[key] = memory.known.pop(key)
+            place = self.heads.places[key]
+            memory.reasons[key] = self._why(self.heads.lanes[place], self._head(place))
         self.plan.waits = memory.reasons.copy()
 
     def _why(self, lane: Lane, head: Waiting) -> Reason:

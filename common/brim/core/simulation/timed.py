@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from brim.core.model import Demand
 from brim.core.placement.board import Board
 from brim.core.placement.fit import claim_mib
+from brim.core.placement.heads import Lane, Waiting
 from brim.core.placement.mix import Mix
-from brim.core.placement.planner import Lane, Planner, PlannerSettings, Waiting
+from brim.core.placement.planner import Planner, PlannerSettings
 from brim.core.placement.policy import Policy
 from brim.core.placement.promise import Promise
 from brim.core.simulation.replay import bare
