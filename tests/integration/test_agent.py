@@ -149,6 +149,21 @@ def test_a_message_that_is_lost_on_its_way_is_not_waited_for(served: Bench) -> N
     served.wait_for(task_id, State.SUCCEEDED)
 
 
+def test_a_lost_message_is_not_waited_for_on_a_device_that_is_never_idle(served: Bench, tmp_path: Path) -> None:
+    go = str(tmp_path / "go")
+    before, lost = served.run(until=go), served.admit(seconds=0.0)
+    served.place(lost, deliver=False)
+    after = served.run(until=go)
+
+    served.wait_for(lost, State.WAITING)
+
+    assert (reasons(served, lost), served.record(lost).losses) == (["not_started"], 0)
+    Path(go).touch()
+    for task_id in (before, after):
+        served.wait_for(task_id, State.SUCCEEDED)
+        assert reasons(served, task_id) == []
+
+
 def test_a_worker_that_takes_no_messages_is_started_anew(served: Bench) -> None:
     worker = served.worker_pid()
     os.kill(worker, signal.SIGSTOP)

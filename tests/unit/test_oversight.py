@@ -148,6 +148,61 @@ def test_an_attempt_behind_busy_executors_is_waited_for() -> None:
     assert actions(replace(seen, now_s=NOW_S + 100), memory) == []
 
 
+def passed_over(**more: object) -> tuple[list[Action], list[Action]]:
+    """What is done about `lost` on a device that is never idle, when a later one is taken and long after that."""
+    lost = attempt("lost", State.PLACED, placed_s=NOW_S - 5, **more)
+    seen = sight(attempt("a", placed_s=NOW_S - 9), attempt("b", proc="11.1", placed_s=NOW_S - 1), lost)
+    early, memory = decide(seen, Remembered(), TIMEOUT_S)
+    _, memory = decide(replace(seen, now_s=NOW_S + 1, attempts=[attempt("c", placed_s=NOW_S - 9), lost]), memory, 1e9)
+    return early, actions(replace(seen, now_s=NOW_S + TIMEOUT_S), memory)
+
+
+def test_an_attempt_whose_message_vanished_is_given_up_once_a_later_one_has_long_been_taken() -> None:
+    early, late = passed_over()
+
+    assert early == []
+    assert codes(late) == [("not_started", False)]
+    assert late[0].reason.message.endswith("which took one placed after it 10 s ago")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"state": State.CLAIMED, "boot": "w1"},  # it has its message: a pool process that starts may hold it
+        {"placed_s": NOW_S - 1},  # committed together: nobody knows which came first
+        {"queue": "gpu.n1.9"},
+    ],
+)
+def test_an_attempt_that_was_not_passed_over_is_waited_for(more: dict[str, object]) -> None:
+    kept = replace(attempt("kept", State.PLACED, placed_s=NOW_S - 5), **more)  # type: ignore[arg-type]
+    others = [attempt("a", placed_s=NOW_S - 9), attempt("b", proc="11.1", placed_s=NOW_S - 1)]
+    workers = {"gpu0": HEALTHY, "gpu9": replace(HEALTHY, post=replace(POST, queue="gpu.n1.9"), executors=frozenset())}
+    seen = sight(*others, kept, workers=workers)
+    _, memory = decide(seen, Remembered(), TIMEOUT_S)
+    assert memory.passed_since == {}
+    assert actions(replace(seen, now_s=NOW_S + 100), memory) == []
+
+
+def test_an_attempt_is_not_passed_over_by_what_a_former_worker_took() -> None:
+    seen = sight(attempt("a", State.CLAIMED, boot="w0"), attempt("b", State.PLACED, placed_s=NOW_S - 5))
+    assert decide(seen, Remembered(), TIMEOUT_S)[1].passed_since == {}
+
+
+def test_an_attempt_that_is_taken_after_all_is_passed_over_no_more() -> None:
+    late = attempt("late", State.PLACED, placed_s=NOW_S - 5)
+    _, memory = decide(sight(attempt("a"), late), Remembered(), TIMEOUT_S)
+    assert memory.passed_since == {"late": NOW_S}
+    taken = replace(late, state=State.CLAIMED, boot="w1")
+    assert decide(sight(attempt("a"), taken), memory, TIMEOUT_S)[1].passed_since == {}
+
+
+def test_workers_of_several_devices_pass_nobody_over() -> None:
+    seen = sight(
+        on_both("a", State.RUNNING), on_both("b", placed_s=NOW_S - 5), workers={"gpu0-1": SEES_BOTH, "gpu0": HEALTHY}
+    )
+    assert decide(seen, Remembered(), TIMEOUT_S)[1].passed_since == {}
+
+
 def test_an_executor_to_be_replaced_does_not_count_as_idle() -> None:
     seen = sight(attempt("a", proc="11.1"), processes={GPU: {"10.1": True, "11.1": False}})
     assert decide(seen, Remembered(), TIMEOUT_S)[1].idle_since == {}

@@ -64,6 +64,8 @@ class Remembered:
     """Queue -> how many messages in a row never arrived."""
     uncalled_since: Mapping[str, float] = field(default_factory=dict)
     """Worker on demand -> since when nothing has called for it."""
+    passed_since: Mapping[str, float] = field(default_factory=dict)
+    """Attempt that no worker has taken -> since when one that was placed after it has been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,12 @@ def decide(
     doomed = {proc for book in sight.processes.values() for proc, doomed in book.items() if doomed}
     doomed_since = {proc: memory.doomed_since.get(proc, sight.now_s) for proc in doomed}
     calls = [*sight.wanted, *for_sets(sight.attempts, sight.workers, set_idle_s)]
+    passed_since = _passed(sight, memory)
 
     losses = []
     for attempt in sight.attempts:
-        reason = _loss(attempt, sight, doomed, calls) or _not_started(attempt, sight, idle_since, start_timeout_s)
+        reason = _loss(attempt, sight, doomed, calls)
+        reason = reason or _not_started(attempt, sight, idle_since, passed_since, start_timeout_s)
         if reason is not None:
             losses.append(Lose(attempt, reason))
     settled = {proc for proc, since_s in doomed_since.items() if sight.now_s - since_s >= SETTLE_S}
@@ -158,7 +162,7 @@ def decide(
         *_retire(sight, uncalled_since, settled, kept),
         *(Start(post) for post in calls if post.name not in sight.workers and not sight.draining),
     ]
-    return actions, Remembered(idle_since, doomed_since, stalls, uncalled_since)
+    return actions, Remembered(idle_since, doomed_since, stalls, uncalled_since, passed_since)
 
 
 def _serving(sight: Sight, queue: str) -> Iterator[Worker]:
@@ -203,8 +207,31 @@ def _loss(attempt: AttemptView, sight: Sight, doomed: set[str], calls: Iterable[
     return Reason("worker_down", f"the worker of {attempt.queue} is not ready")
 
 
+def _passed(sight: Sight, memory: Remembered) -> dict[str, float]:
+    """Attempts that no worker has taken, though one that was placed after them has been, and since when that is known.
+
+    Queues are first in, first out, and a device's one worker claims each message before it fetches the next: what is
+    passed over has lost its message. A claimed one has not: it may be in the pipe of a pool process that is starting.
+    """
+    boots = {worker.boot for worker in sight.workers.values() if worker.boot and worker.post.standing}
+    latest_s: dict[str, float] = {}
+    for attempt in sight.attempts:
+        if attempt.boot in boots:
+            latest_s[attempt.queue] = max(latest_s.get(attempt.queue, 0.0), attempt.placed_s)
+    return {
+        attempt.attempt: memory.passed_since.get(attempt.attempt, sight.now_s)
+        for attempt in sight.attempts
+        if not attempt.boot
+        and (attempt.attempt in memory.passed_since or attempt.placed_s < latest_s.get(attempt.queue, 0.0))
+    }
+
+
 def _not_started(
-    attempt: AttemptView, sight: Sight, idle_since: Mapping[str, float], start_timeout_s: float
+    attempt: AttemptView,
+    sight: Sight,
+    idle_since: Mapping[str, float],
+    passed_since: Mapping[str, float],
+    start_timeout_s: float,
 ) -> Reason | None:
     """Why an attempt that is not bound to an executor is not waited for any longer, if so."""
     queue = attempt.queue
@@ -212,6 +239,10 @@ def _not_started(
         return None
     if sight.draining and attempt.state is not State.FINISHING:  # the worker itself answers that one
         return DRAINING
+    passed_s = sight.now_s - passed_since.get(attempt.attempt, sight.now_s)
+    if passed_s >= start_timeout_s:
+        message = f"not taken by the worker of {queue}, which took one placed after it {passed_s:.0f} s ago"
+        return Reason(NOT_STARTED, message)
     if queue not in idle_since or sight.now_s - max(attempt.placed_s, idle_since[queue]) < start_timeout_s:
         return None
     progress = "taken but not begun" if attempt.boot else "not taken"
