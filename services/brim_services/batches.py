@@ -465,7 +465,7 @@ def short_of_memory(windows: Iterable[LaneWindow], waits: Mapping[str, Reason], 
     """What ordinary tasks want that wait for memory: it may be an idle model executor's."""
     for window in windows:
         reason = waits.get(window.lane)
-        if window.key is None and window.waiting and reason is not None and reason.code == "memory":
+        if window.key is None and window.waiting and reason is not None and reason.code in ("memory", "leftover"):
             need = window.demand.vram_mib
             able = {d.uuid for site in cluster for d in site.devices if cluster.runs(d, window.task)}
             yield Want(None, order_of(window), window.waiting[0][2], need, need, need, frozenset(able))

@@ -27,7 +27,7 @@ from brim.store import Store
 from brim.store.connection import ServerRefused, address, check_server
 
 from .agent.app import check_app, load_app
-from .resources import load_table
+from .resources import conflicts, load_table
 
 MOST_NAMED = 20
 """Tasks in one finding."""
@@ -180,6 +180,7 @@ def _table(settings: Settings, findings: list[Finding]) -> ResourceTable:
         findings += [Finding(Level.FAULT, "table", str(problem)) for problem in error.problems]
     else:
         findings.append(Finding(Level.GOOD, "table", f"{path}: {len(table)} profiles"))
+        findings += [Finding(Level.FAULT, "table", conflict) for conflict in conflicts(settings, table)]
     return table
 
 

@@ -29,7 +29,7 @@ from .learning import Learned
 from .logs import about
 from .loop import open_store, serve, stop_on_signals
 from .metrics import IntakeMetrics
-from .resources import load_table
+from .resources import conflicts, load_table
 
 log = logging.getLogger("brim.intake")
 
@@ -193,6 +193,8 @@ def run(settings: Settings) -> None:
     table = load_table(settings)
     store = open_store(settings, stop)
     log.info("intake: %d profiles from %s", len(table), settings.resources.table)
+    for conflict in conflicts(settings, table):
+        log.warning("%s", conflict)
     service = Intake(store, settings, table, stop)
     metrics.serve(service.metrics.registry, settings.metrics.host, settings.metrics.intake_port)
     threading.Thread(target=Events("intake", settings, stop).run, daemon=True).start()

@@ -549,6 +549,7 @@ def make_planner(settings: Settings, *, ignore_memory: bool = False) -> Planner:
             promises=None if chosen.promises < 0 else chosen.promises,
             promise_after_s=chosen.promise_after_s,
             ignore_memory=ignore_memory,
+            keeps_leftover=settings.executor.recycle == "never",
         ),
     )
 

@@ -11,6 +11,18 @@ NO_TABLE = (
 )
 
 
+def conflicts(settings: Settings, table: ResourceTable) -> list[str]:
+    """What table and settings, each good by itself, ask for together and cannot have."""
+    if settings.executor.recycle != "never":
+        return []
+    whole = [f"profile {profile.name!r}" for profile in table if profile.whole]
+    whole += [f"intake.unknown: {settings.intake.unknown}"] if settings.intake.unknown != "reject" else []
+    reason = "asks for whole GPUs, and executor.recycle: never lets idle executors keep memory on them"
+    return [
+        f"{what} {reason}: once a task has run on a GPU it waits until that worker is started anew" for what in whole
+    ]
+
+
 def load_table(settings: Settings) -> ResourceTable:
     """The table that the settings name. Raises `TableError` with every problem."""
     path = settings.resources.table

@@ -154,6 +154,18 @@ def test_a_batched_task_without_the_base_is_named(doctor: Doctor) -> None:
     assert "shop.cut: it is a brim.BatchTask, but profile 'shop.cut' has no batch" in words
 
 
+def test_whole_gpus_of_executors_that_are_never_replaced_are_a_fault(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRIM_EXECUTOR__RECYCLE", "never")
+    code, words = doctor(table="profiles: {shop.cut: {vram: all}}")
+    assert (code, len(faults(words))) == (1, 1)
+    assert "profile 'shop.cut' asks for whole GPUs, and executor.recycle: never lets idle executors keep" in words
+    monkeypatch.setattr(sys, "argv", ["brim", "check-config"])
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+
+
 def test_gpus_that_were_asked_for_and_are_not_there_are_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRIM_DEVICES", "sim:1x8")
     code, words = doctor()

@@ -313,6 +313,13 @@ class TestRecycle:
         assert len(plan.recycle) == 2
         assert plan.waits["whole"].code == "memory"
 
+    def test_says_so_where_idle_executors_may_keep_it(self):
+        cluster = cluster_of([device("a", committed_mib=300, reclaimable_mib=300)])
+        plan = planner(keeps_leftover=True).plan(cluster, [lane("whole", Demand(1, whole=True), 1)], 0.0)
+        assert plan.recycle == []
+        assert plan.waits["whole"].code == "leftover"
+        assert "the 300 MiB that idle executors keep on gpu0@a are all that is in the way" in plan.waits["whole"].message
+
 
 @pytest.mark.parametrize("policy", sorted(PRESETS))
 def test_a_planner_remembers_which_of_a_nodes_unlike_devices_is_full(policy):

@@ -15,7 +15,7 @@ from rich.text import Text
 from brim.core.model import canonical
 from brim.core.profiles import TableError
 from brim.settings import ConfigurationError, PolicyChoice, Settings
-from brim_services.resources import load_table
+from brim_services.resources import conflicts, load_table
 
 from .common import Json, Refusal, chosen, console, load_settings, print_json
 
@@ -133,6 +133,8 @@ def check_config(as_json: Json = False) -> None:
             checked.append(str(path) if path.exists() else f"{path}, which is not there: the built-in policy")
         except (ConfigurationError, TableError) as error:
             problems += map(str, error.problems)
+    if not problems:
+        problems += conflicts(settings, load_table(settings))
     if as_json:
         print_json({"checked": checked, "problems": problems})
     else:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from brim.core.model import Demand, Reason
+from brim.core.model import Demand, Device, Reason
 from brim.core.placement.board import Board, Spot
 from brim.core.placement.cluster import Cluster, Site
 from brim.core.placement.fit import node_shortage, place_name
@@ -44,13 +44,14 @@ class PlannerSettings:
     ``ahead``: tasks that may be placed behind the busy executors of a device. ``promises``: how many waiting tasks
     hold a promise at a time; None: about 6 % of the nodes, at least 2, but one in a cluster of up to 8 nodes.
     ``promise_after_s``: how long a task waits before it may get one. ``ignore_memory``: place without looking at
-    memory; for the demo that must fail.
+    memory; for the demo that must fail. ``keeps_leftover``: idle executors are never replaced for theirs.
     """
 
     ahead: int = 1
     promises: int | None = None
     promise_after_s: float = 0.0
     ignore_memory: bool = False
+    keeps_leftover: bool = False
 
     def promises_for(self, nodes: int) -> int:
         """The number of promises in a cluster of so many nodes."""
@@ -522,7 +523,10 @@ class _Pass:
     def _why(self, lane: Lane, head: Waiting) -> Reason:
         promise = self.plan.promises.get(head.task_id)
         within = None if promise is None else promise.devices
-        for uuid in self.memory.survey.recyclable(lane.demand, lane.task, within):
+        recyclable = self.memory.survey.recyclable(lane.demand, lane.task, within)
+        if recyclable and self.settings.keeps_leftover:
+            return _kept_leftover(self.cluster.device(recyclable[0]))
+        for uuid in recyclable:
             if uuid not in self.plan.recycle:
                 self.plan.recycle.append(uuid)
         obstacle = self.memory.survey.why(lane.demand, lane.task, memory=not self.settings.ignore_memory)
@@ -535,3 +539,9 @@ class _Pass:
         device = self.cluster.device(veil.promise.devices[0])
         assert device is not None
         return Reason("promised", f"{place_name(device)} is promised to task {owner}")
+
+
+def _kept_leftover(device: Device | None) -> Reason:
+    assert device is not None
+    what = f"the {device.reclaimable_mib} MiB that idle executors keep on {place_name(device)} are all that is in the way"
+    return Reason("leftover", f"{what}, and executor.recycle: never keeps it until the worker is started anew")
