@@ -318,7 +318,7 @@ class TestRecycle:
         plan = planner(keeps_leftover=True).plan(cluster, [lane("whole", Demand(1, whole=True), 1)], 0.0)
         assert plan.recycle == []
         assert plan.waits["whole"].code == "leftover"
-        assert "the 300 MiB that idle executors keep on gpu0@a are all that is in the way" in plan.waits["whole"].message
+        assert "what idle executors keep on gpu0@a, 300 MiB, is all that" in plan.waits["whole"].message
 
 
 @pytest.mark.parametrize("policy", sorted(PRESETS))

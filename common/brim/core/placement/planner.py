@@ -543,5 +543,5 @@ class _Pass:
 
 def _kept_leftover(device: Device | None) -> Reason:
     assert device is not None
-    what = f"the {device.reclaimable_mib} MiB that idle executors keep on {place_name(device)} are all that is in the way"
-    return Reason("leftover", f"{what}, and executor.recycle: never keeps it until the worker is started anew")
+    what = f"what idle executors keep on {place_name(device)}, {device.reclaimable_mib} MiB, is all that is in the way"
+    return Reason("leftover", f"{what}, and executor.recycle: never leaves it there until the worker is started anew")
