@@ -153,7 +153,8 @@ def test_a_waiting_task_tells_when_it_is_likely_to_start(api: httpx.Client, clus
 
     told = api.get(f"/v1/tasks/{waits}").json()
     assert told["expected_start"] is None
-    assert told["expected_note"] == "it is not known yet how long vision.segment runs"
+    note = {"code": "run_times", "message": "it is not known yet how long vision.segment runs"}
+    assert told["expected_note"] == note
 
     for _ in range(3):
         done = cluster.run("GPU-000-0", vram_mib=500)

@@ -124,7 +124,7 @@ class Operations:
             detail.reason = why_waiting(record.state, record.reason, heads.get(record.lane))
             start = expected(self.store, record)
             if isinstance(start, Reason):
-                detail.expected_note = start.message
+                detail.expected_note = start
             else:
                 detail.expected_start = start
         elif record.state in TERMINAL:

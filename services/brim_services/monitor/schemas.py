@@ -315,7 +315,7 @@ class TaskDetail(Task):
     expected_start: tuple[float, float] | None = Field(
         None, description="while it waits: in how many seconds it is likely to start, from and to; null if nobody knows"
     )
-    expected_note: str | None = Field(None, description="why nobody knows when it will start")
+    expected_note: Reason | None = Field(None, description="why nobody knows when it will start")
     story: list[dict[str, Any]] = Field(
         [], description="what happened, oldest first: t (ms since 1970), event, and what belongs to it"
     )

@@ -321,7 +321,7 @@ async function showStory(id) {
         state: task.cancelling && !TERMINAL.includes(task.state) ? `${task.state}, being cancelled` : task.state,
         reason: task.reason?.message,
         position: task.position === null ? null : `${task.position} before it in its lane`,
-        start: task.expected_start === null ? task.expected_note : `in ${task.expected_start.map(span).join(" to ")}, likely`,
+        start: task.expected_start === null ? task.expected_note?.message : `in ${task.expected_start.map(span).join(" to ")}, likely`,
         memory: `${gib(task.vram_mib)} reserved${task.peak_mib === null ? "" : `, ${gib(task.peak_mib)} at its peak`}`,
         priority: task.priority,
         GPU: task.devices.map((uuid) => (gpus.get(uuid) ? `${task.node}.${gpus.get(uuid).index} (${uuid})` : uuid)).join(", "),
