@@ -146,6 +146,19 @@ class Batches:
             gone.setdefault(window.lane, []).append(refusal.item.id)
         return gone
 
+    def refuse(self, epoch: int, windows: Iterable[LaneWindow]) -> dict[str, list[str]]:
+        """Dead-letters items that no batch can hold any more, as intake would now; their ids, by lane."""
+        gone: dict[str, list[str]] = {}
+        for window in windows:
+            profile = self._profile(window)
+            if window.key is None or profile is None:
+                continue
+            for task_id, _, _ in window.waiting:
+                if (reason := profile.beyond_batches(window.sizes.get(task_id, 1.0))) is not None:
+                    self.store.close(task_id, State.DEAD, reason, [State.WAITING], epoch=epoch)
+                    gone.setdefault(window.lane, []).append(task_id)
+        return gone
+
     def settle(
         self, epoch: int, windows: Sequence[LaneWindow], short: Iterable[Want], cluster: Cluster, now_s: float
     ) -> None:

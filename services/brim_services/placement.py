@@ -53,6 +53,8 @@ ENDS, LEARNED_S, SETTLE_MS = 500, 900, 200
 since a script's time is not seen by others before it has ended."""
 NOTE_S = 0.5
 """A new head of a lane that waits for what the one before it waited for is told so no more often than this."""
+REFUSING = 10
+"""Windows of a lane that are looked through at a time for items that are too large for the table as it is now."""
 CHECK_S = 30.0
 """Between two looks at the books of all devices."""
 NOT_RUNNING = (State.SCHEDULED, State.WAITING, State.PLACED, State.CLAIMED)
@@ -432,6 +434,7 @@ class PlacementService:
 
     def _keep_house(self) -> None:
         self.batches.refresh_table()
+        self._refuse_items()
         self._expire()
         self._bury_unfit()
         self._bury_unfollowed()
@@ -439,6 +442,17 @@ class PlacementService:
         self.store.forget_finished(self.settings.placement.retention_s, 1000)
         self._learn_run_times()
         self._check_books()
+
+    def _refuse_items(self) -> None:
+        """Ends items that the table has no batch for any more; of very many, the rest the next time."""
+        for _ in range(REFUSING):
+            gone = self.batches.refuse(self.epoch, self.mirror.batch_windows())
+            for lane, ids in gone.items():
+                for task_id in ids:
+                    self.mirror.drop(lane, task_id)
+            if not gone:
+                break
+            self._apply(Changes(self._now_s(), lanes=self.store.lane_windows(list(gone), WINDOW)))
 
     def _learn_run_times(self) -> None:
         """Tells the mix how long tasks have run that have ended since the last look."""

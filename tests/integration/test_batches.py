@@ -258,6 +258,22 @@ def test_an_item_that_no_device_could_compute_is_dead_lettered(town: Town) -> No
     assert "needs" in str(town.record(task_id).reason)
 
 
+def test_items_that_wait_and_are_too_large_for_a_changed_table_are_refused_as_at_intake(town: Town) -> None:
+    large = [town.send("words", kwargs=text(60, 0))[0] for _ in range(3)]
+    [small] = town.send("words", kwargs=text(20, 0))
+    changed = ResourceTable.parse(TABLE.replace("max_volume: 64", "max_volume: 32"), "table")
+    town.store.publish_profiles({profile.name: profile.model_dump_json() for profile in changed})
+    town.placement._housekeeping_s = -1e9
+    town.step()
+
+    reason = "its volume is 60, and no batch of words holds more than batch.max_volume, 32"
+    for task_id in large:
+        assert (town.record(task_id).state, town.record(task_id).reason) == (State.DEAD, Reason("above_bound", reason))
+    with pytest.raises(TaskRejected, match="above_bound"):
+        town.app.AsyncResult(large[0]).get(timeout=5)
+    assert town.record(small).state is State.WAITING
+
+
 def test_a_dead_executor_s_items_wait_again_and_only_sealed_ones_count_it(town: Town) -> None:
     sealed, spare = town.send()[0], ""
     town.bring_up()

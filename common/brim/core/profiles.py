@@ -256,6 +256,14 @@ class Profile(ProfileDefaults):
             raise ValueError("batch needs 'gpus: 1' and no 'whole': a model executor has a share of one GPU")
         return self
 
+    def beyond_batches(self, size: float) -> Reason | None:
+        """Why no batch can ever hold an item of this volume; None if one can."""
+        most = self.batch.max_volume if self.batch is not None else None
+        if most is None or size <= most:
+            return None
+        bound = f"no batch of {self.name} holds more than batch.max_volume, {most:g}"
+        return Reason("above_bound", f"its volume is {size:g}, and {bound}")
+
     @property
     def formula_id(self) -> str:
         """A digest of what an estimate's ``summands`` mean: peaks under one say nothing about another."""
@@ -444,9 +452,8 @@ def estimate(
         _check_bounds(max(1.0, declared_mib) if whole else declared_mib, profile.max_mib)
         if (batch := profile.batch) is not None:
             batched = Batched(profile.model or "", profile.version, batch.shape(merged), batch.size(merged))
-            if batch.max_volume is not None and batched.size > batch.max_volume:
-                most = f"no batch of {profile.name} holds more than batch.max_volume, {batch.max_volume:g}"
-                raise EstimateError(Reason("above_bound", f"its volume is {batched.size:g}, and {most}"))
+            if (refusal := profile.beyond_batches(batched.size)) is not None:
+                raise EstimateError(refusal)
         if learned is not None and profile.calibration != "off" and profile.batch is None:
             suggested = learned.reserve_mib(summands, declared_mib, models)
             if suggested is not None:
