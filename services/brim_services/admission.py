@@ -54,7 +54,7 @@ class Admitter:
                     Reason("message_too_large", f"{message} ({self.max_message_bytes})"), *_names(source.raw)
                 )
             envelope = parse(source.raw, key=self.key)
-            prepared = split(source.raw, self.key)
+            prepared = split(envelope, self.key)
         except MalformedMessage as error:
             return _malformed(source, error)
         try:

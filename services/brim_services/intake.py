@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -35,8 +36,9 @@ log = logging.getLogger("brim.intake")
 
 IDLE_S = 0.5
 """Longest time between two looks at what no bell rings for: signatures and etas."""
-GATHER_S = 0.005
-"""Least time from one look to the next while tasks wait in overflow: another one is not in a hurry."""
+HURRY_S, GATHER_S = 0.001, 0.02
+"""Least time from one look to the next for each task that waits in overflow, and for all: behind many, another one is
+not in a hurry, and a look costs as much as a message."""
 FULL_S = 0.1
 """Time between two looks for room in overflow when it is full."""
 
@@ -118,8 +120,7 @@ class Intake:
             self.store.release_due(batch)
         room = self.settings.intake.level1_limit - seen.waiting
         self._full = room <= 0
-        if seen.waiting:
-            self._unhurried_s = time.monotonic() + GATHER_S
+        self._unhurried_s = time.monotonic() + min(seen.waiting * HURRY_S, GATHER_S)
         if self._full:
             self._stop.wait(FULL_S)
         elif not self.admit(seen.messages[:room]) and not due:
@@ -135,8 +136,9 @@ class Intake:
             admissions = [admitter.assess(message) for message in messages]
             self._publish_stand_ins(admitter, admissions)
             answers = self.store.admit(admissions)
+        for answer, number in Counter(answers).items():
+            self.metrics.messages.labels(answer).inc(number)
         for admission, answer in zip(admissions, answers, strict=True):
-            self.metrics.messages.labels(answer).inc()
             why = admission.refusal or admission.waits_for
             told = f"{answer}: {why}" if why else answer
             log.info("%s %s", admission.task, told, extra=about(admission.identity.task_id))

@@ -56,7 +56,7 @@ def reject(settings: Settings, client: redis.Redis, namespace: str) -> Reject:
         chosen = [raw for raw in reversed(messages) if only in (None, parse(raw).task)]
         assert chosen
         for raw in chosen:
-            prepared = split(raw)
+            prepared = split(parse(raw))
             for _ in range(2):
                 answers.write(parse(raw).identity.task_id, state, reason, prepared.head, prepared.tail)
 

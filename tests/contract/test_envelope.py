@@ -87,7 +87,7 @@ def place(client: redis.Redis, layout: BrokerLayout) -> Callable[[], None]:
         for name in layout.lists():
             while (raw := client.rpop(name)) is not None:
                 tag = f"tag-{time.monotonic_ns()}"
-                client.lpush(layout.list_for(0, QUEUE), join(split(raw), tag, ATTEMPT.fields()))
+                client.lpush(layout.list_for(0, QUEUE), join(split(parse(raw)), tag, ATTEMPT.fields()))
 
     return place
 
@@ -204,7 +204,7 @@ class TestAttempts:
         message = json.loads(published(app, take, countdown=5, expires=600, headers=headers))
         message["headers"]["redelivered"] = message["properties"]["delivery_info"]["redelivered"] = True
 
-        raw = join(split(json.dumps(message).encode()), "tag-1", ATTEMPT.fields())
+        raw = join(split(parse(json.dumps(message).encode())), "tag-1", ATTEMPT.fields())
 
         placed = json.loads(raw)
         assert placed["body"] == message["body"]
@@ -223,12 +223,12 @@ class TestAttempts:
         self, app: Celery, take: Take
     ) -> None:
         raw = published(app, take, headers={"brim": {"vram_mib": 9000}})
-        message = json.loads(join(split(raw), "tag-1", ATTEMPT.fields()))
+        message = json.loads(join(split(parse(raw)), "tag-1", ATTEMPT.fields()))
         message["headers"]["retries"] = 1
         retried = json.dumps(message).encode()
         assert not parse(retried).is_redelivery
 
-        again = parse(join(split(retried), "tag-2", {**ATTEMPT.fields(), "attempt": "7-2"}))
+        again = parse(join(split(parse(retried)), "tag-2", {**ATTEMPT.fields(), "attempt": "7-2"}))
 
         assert again.attempt is not None
         assert again.attempt.attempt == "7-2"
@@ -237,7 +237,7 @@ class TestAttempts:
 
     def test_the_parts_are_joined_by_plain_concatenation(self, app: Celery, take: Take) -> None:
         asked = {"gpu_model": 'quo"te', "attributes": {"text": "ü"}}
-        prepared = split(published(app, take, headers={"brim": asked}))
+        prepared = split(parse(published(app, take, headers={"brim": asked})))
 
         envelope = parse(prepared.head + slot('odd"tag', {}) + prepared.tail)
 
@@ -259,7 +259,7 @@ class TestAttempts:
             headers={"tenant": "blue", "brim": {"vram_mib": 5}},
         )
         raw = take()
-        client.lpush(layout.list_for(0, QUEUE), join(split(raw), "tag-1", ATTEMPT.fields()))
+        client.lpush(layout.list_for(0, QUEUE), join(split(parse(raw)), "tag-1", ATTEMPT.fields()))
 
         seen = sent.get(timeout=20)
 
@@ -308,7 +308,9 @@ class TestSigned:
 
     def placed(self, raw: bytes, key: bytes = KEY) -> dict[str, Any]:
         task_id = parse(raw).identity.task_id
-        message: dict[str, Any] = json.loads(join(split(raw, key), "tag-1", sign(ATTEMPT.fields(), task_id, key)))
+        message: dict[str, Any] = json.loads(
+            join(split(parse(raw), key), "tag-1", sign(ATTEMPT.fields(), task_id, key))
+        )
         return message
 
     def genuine(self, message: dict[str, Any], key: bytes = KEY) -> bool:
@@ -360,7 +362,7 @@ class TestSigned:
     def test_an_attempt_that_nobody_signed_does_not_count_at_intake(self, app: Celery, take: Take) -> None:
         raw = published(app, take, headers={"brim": {"vram_mib": 9}})
         genuine = json.dumps(self.placed(raw)).encode()
-        forged = join(split(raw), "tag-1", ATTEMPT.fields())
+        forged = join(split(parse(raw)), "tag-1", ATTEMPT.fields())
 
         assert parse(genuine, key=self.KEY).is_redelivery
         assert parse(forged).is_redelivery
@@ -372,7 +374,7 @@ def test_the_context_for_answers_is_the_one_that_a_worker_builds(app: Celery, ta
     part = app.signature("add", (1, 2), link_error=[app.signature("oops")])
     chord((part,), app.signature("total")).apply_async(priority=3, headers={"tenant": "x"})
     raw = take()
-    prepared = split(raw)
+    prepared = split(parse(raw))
 
     context = request_context(prepared.head, prepared.tail)
 
@@ -398,7 +400,7 @@ class TestMalformed:
             envelope.body()
         assert refused.value.reason.code == "serializer"
         assert (refused.value.task_id, refused.value.task) == ("t-9", "add")
-        prepared = split(raw)
+        prepared = split(parse(raw))
         assert request_context(prepared.head, prepared.tail).id == "t-9"
 
     def test_the_old_protocol_is_named_and_its_id_kept(self, app: Celery, take: Take) -> None:
@@ -460,7 +462,7 @@ class TestMalformed:
     def test_a_body_that_unpacks_to_too_much_is_refused(
         self, app: Celery, take: Take, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("brim.celery.envelope.MAX_BODY_BYTES", 1024 * 1024)
+        monkeypatch.setattr("brim.celery.envelope.bodies.MAX_BODY_BYTES", 1024 * 1024)
 
         raw = published(app, take, "x" * 2**21, compression="gzip")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import redis
 
-from brim.celery.envelope import split
+from brim.celery.envelope import parse, split
 from brim.core.batching import Batched, BatchKey, ModelKey, Phase
 from brim.core.model import AttemptView, Demand, Identity, Node, Reason, State
 from brim.core.oversight import Remembered, Retire, Sight, Start, decide
@@ -63,7 +63,7 @@ class Node1:
         """An item, sealed or not."""
         raw = RAW % task_id.encode()
         self.store.client.lpush(f"{self.settings.broker.global_keyprefix}brim.intake", raw)
-        prepared, batched = split(raw), Batched("enc", "", "", 1.0)
+        prepared, batched = split(parse(raw)), Batched("enc", "", "", 1.0)
         source = Peeked(f"{self.settings.broker.global_keyprefix}brim.intake", raw)
         lane = batched.lane("embed")
         self.store.admit(

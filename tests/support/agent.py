@@ -188,7 +188,8 @@ class Bench:
         """Admit what lies in the intake queue: id -> answer."""
         answers = {}
         for peeked in self.store.look([f"{self.namespace}brim.intake"], 100).messages:
-            message, prepared = parse(peeked.raw), split(peeked.raw)
+            message = parse(peeked.raw)
+            prepared = split(message)
             admission = Admission(
                 peeked,
                 message.identity,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import redis
 from celery import Celery
 
-from brim.celery.envelope import BrokerLayout, attempt_fields, compose, slot, split
+from brim.celery.envelope import BrokerLayout, attempt_fields, compose, parse, slot, split
 from brim.core.model import Demand, Identity, Node, Reason, State
 from brim.core.profiles import ResourceTable
 from brim.store import Store
@@ -69,7 +69,7 @@ class FakeCluster:
         """A task in overflow (or dead at once)."""
         task_id = str(uuid.uuid4())
         raw = compose(self.app, task, task_id, [], {"n": 1}, {})
-        prepared = split(raw)
+        prepared = split(parse(raw))
         list_key = self.layout.list_for(0)
         self.client.lpush(list_key, raw)
         admission = Admission(

@@ -120,7 +120,7 @@ class Stage:
     def push(self, raw: bytes, attempt: str) -> None:
         """Put a message into the device's queue past the books."""
         fields = attempt_fields(attempt, [self.identity.devices[0]], "n1", VRAM_MIB, CONTEXT_MIB)
-        self.client.lpush(self.queue, join(split(raw), f"{attempt}-again", fields))
+        self.client.lpush(self.queue, join(split(parse(raw)), f"{attempt}-again", fields))
 
     def until(self, task_id: str, *states: State, timeout_s: float = 30.0) -> Record:
         """Step until the task is in one of the states; its record."""
@@ -137,7 +137,8 @@ class Stage:
             raise AssertionError(f"{error}; its story: {self.store.story(task_id)}") from None
 
     def _admission(self, source: Peeked) -> Admission:
-        envelope, prepared = parse(source.raw, key=self.key), split(source.raw, self.key)
+        envelope = parse(source.raw, key=self.key)
+        prepared = split(envelope, self.key)
         return Admission(
             source,
             envelope.identity,

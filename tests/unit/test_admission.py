@@ -134,7 +134,7 @@ def test_with_a_key_admission_seals_messages_and_believes_no_unsigned_attempt() 
     sealed = admitter.assess(Peeked("q", message("t.cut", [7], {})))
     fields = attempt_fields("1-1", ["GPU-a"], "n1", 1000, 300)
     genuine = Prepared(sealed.head, sealed.tail), "tag", sign(fields, "i1", key)
-    forged = split(message("t.cut", [7], {})), "tag", fields
+    forged = split(parse(message("t.cut", [7], {}))), "tag", fields
 
     assert b'"seal"' in sealed.head
     assert b'"seal"' not in ADMITTER.assess(Peeked("q", message("t.cut", [7], {}))).head

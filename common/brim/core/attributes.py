@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -166,10 +166,18 @@ class BrimHeader(BaseModel):
     priority: Priority | None = None
 
     @classmethod
+    @cache
+    def _silent(cls) -> Self:
+        """The header of a producer that wishes nothing, which is nearly every one."""
+        return cls()
+
+    @classmethod
     def parse(cls, raw: object) -> Self:
         """Validate a header's value; raises ``EstimateError`` (``bad_header``) that names each bad field."""
+        if raw is None or raw == {}:
+            return cls._silent()
         try:
-            return cls.model_validate({} if raw is None else raw)
+            return cls.model_validate(raw)
         except ValidationError as error:
             problems = "; ".join(f"{place(item['loc'])}: {reason_of(item)}" for item in error.errors())
             raise EstimateError(Reason("bad_header", f"header 'brim': {problems}")) from None

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import yaml
@@ -91,6 +92,11 @@ def size_class(mib: float) -> int:
     whole = max(1, math.ceil(mib))
     step = max(MIN_CLASS_STEP_MIB, (1 << (whole.bit_length() - 1)) // CLASSES_PER_OCTAVE)
     return -(-whole // step) * step
+
+
+@lru_cache(maxsize=1024)
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _formula(value: object) -> Formula:
@@ -267,8 +273,7 @@ class Profile(ProfileDefaults):
     @property
     def formula_id(self) -> str:
         """A digest of what an estimate's ``summands`` mean: peaks under one say nothing about another."""
-        declared = f"{self.context_mib} + {self.weights_mib} + {self.vram}"
-        return hashlib.sha256(declared.encode()).hexdigest()[:12]
+        return _digest(f"{self.context_mib} + {self.weights_mib} + {self.vram}")
 
     @model_validator(mode="after")
     def _leaves_room(self) -> Self:
@@ -512,6 +517,7 @@ def _declared(profile: Profile, attributes: Mapping[str, Any]) -> tuple[tuple[Pa
     return tuple(part for part in parts if part.mib), (fixed_mib, *terms)
 
 
+@lru_cache(maxsize=1024)
 def lane_of(task: str, demand: Demand) -> str:
     """The overflow lane of a demand class: equal for equal demands of a task, different otherwise.
 
@@ -523,7 +529,7 @@ def lane_of(task: str, demand: Demand) -> str:
     if demand == Demand(demand.vram_mib, demand.gpus):
         return lane
     text = json.dumps(canonical(demand), sort_keys=True)
-    return f"{lane}|{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{lane}|{_digest(text)}"
 
 
 def _check_bounds(total_mib: float, max_mib: int | None) -> None:

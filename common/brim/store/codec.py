@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from brim.core.batching import Batched, BatchKey, ModelKey, Phase
@@ -18,7 +19,23 @@ PRIORITY_STEP = 2**47
 
 def dump(value: Any) -> str:
     """Compact JSON of a value or dataclass."""
-    return json.dumps(canonical(value), separators=(",", ":"), allow_nan=False)
+    return _COMPACT.encode(value)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say of a value that it does not know."""
+    if isinstance(value, Mapping) or hasattr(value, "__dataclass_fields__"):
+        return canonical(value)
+    raise TypeError(f"no JSON for a {type(value).__name__}")
+
+
+_COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_plain)
+
+
+@lru_cache(maxsize=1024)
+def dump_demand(demand: Demand) -> str:
+    """As `dump`: few demands are many tasks'."""
+    return dump(demand)
 
 
 def text(value: bytes | None) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from brim.core.model import Identity, Reason, State
 
 from .base import Base
-from .codec import dump, milliseconds
+from .codec import dump, dump_demand, milliseconds
 from .runner import Arg, Call
 from .types import Admission, AdmitAnswer, Look, Peeked
 
@@ -92,7 +92,7 @@ class IntakeSide(Base):
                 milliseconds(a.expires_s),
                 a.head,
                 a.tail,
-                dump(a.demand),
+                dump_demand(a.demand),
                 a.context_mib,
                 int(a.own_attempt),
                 dump(a.refusal) if a.refusal else "",
