@@ -77,7 +77,8 @@ class Gpu:
     index: int
     model: str
     state: str
-    """up, draining, lost or quarantined; only up devices take tasks."""
+    """up, draining, lost, starting (its worker, or all executors of it) or quarantined (it cannot be read, or has
+    reported a fault); only up devices take tasks."""
     total_mib: int
     headroom_mib: int
     """Never given away."""
@@ -166,7 +167,7 @@ def _problems(picture: Picture) -> Iterator[str]:
         yield "no placement is running: nothing is placed"
     if not picture.gpus:
         yield "no GPU has registered: start `brim worker` on a GPU node"
-    for state in ("lost", "quarantined"):
+    for state in ("lost", "quarantined", "starting"):
         names = [gpu.name for gpu in picture.ordered_gpus if gpu.state == state]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

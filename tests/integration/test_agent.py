@@ -92,7 +92,7 @@ def test_a_killed_workers_tasks_are_placed_again_and_nothing_of_it_is_left(serve
     for task_id in (running, placed, behind):
         served.wait_for(task_id, State.WAITING)
     assert time.monotonic() - since < 2.0
-    assert served.device().state == "quarantined"
+    assert served.device().state == "starting"
     assert members([worker]) == []
 
     assert reasons(served, running) == ["worker_died"]
@@ -172,7 +172,7 @@ def test_a_worker_that_takes_no_messages_is_started_anew(served: Bench) -> None:
         served.place(task_id)
         served.wait_for(task_id, State.WAITING)
 
-    wait_until(lambda: served.device().state == "quarantined", what="the worker is ended")
+    wait_until(lambda: served.device().state == "starting", what="the worker is ended")
     wait_until(lambda: served.device().state == "up", what="another one is there", timeout_s=STARTING_S)
     assert members([worker]) == []
     served.place(task_id)

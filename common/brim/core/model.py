@@ -108,7 +108,7 @@ class Device:
     cpus_used: Final[float] = 0.0
     ram_used_mib: Final[int] = 0
     state: Final[str] = "up"
-    """``up``, ``draining``, ``lost`` or ``quarantined``; only ``up`` devices take work."""
+    """``up``, ``draining``, ``lost``, ``starting`` or ``quarantined``; only ``up`` devices take work."""
 
     @property
     def available_mib(self) -> int:

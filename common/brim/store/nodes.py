@@ -80,7 +80,7 @@ class NodeSide(Base):
         return bool(self.runner.run("renew", [self.keys.node(node)], args))
 
     def set_device_state(self, node: str, boot: str, uuids: Sequence[str], state: str) -> bool:
-        """Marks devices ``up``, ``draining`` or ``quarantined``; only ``up`` ones take work."""
+        """Marks devices ``up``, ``draining``, ``starting`` or ``quarantined``; only ``up`` ones take work."""
         keys = self.keys
         names = [
             keys.node(node),

@@ -356,7 +356,7 @@ class NodeRegistration:
     """Task name -> signature as JSON text."""
     devices: Sequence[DeviceRegistration]
     state: str = "up"
-    """What the devices begin as; ``quarantined`` until their workers are ready and their memory is known."""
+    """What the devices begin as; ``starting`` until their workers are ready and their memory is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,7 +351,9 @@ class Agent:
     def _state(self, worker: Worker) -> str:
         if self._draining_since is not None:
             return "draining"
-        return "up" if worker.ready and worker.post.devices[0] not in self.presence.faults else "quarantined"
+        if worker.post.devices[0] in self.presence.faults:
+            return "quarantined"
+        return "up" if worker.ready else "starting"
 
     # -- setting things right --------------------------------------------------------------------------------
 

@@ -56,10 +56,10 @@ class Presence:
                 DeviceRegistration(device.uuid, device.index, device.model, device.total_mib, settings.headroom_mib)
                 for device in self._devices
             ],
-            state="quarantined",
+            state="starting",
         )
         _unless_refused(self._store.register_node(registration))
-        self._states = dict.fromkeys(self.uuids, "quarantined")
+        self._states = dict.fromkeys(self.uuids, "starting")
 
     def renew(self, *, draining: bool) -> None:
         """Renew the lease of everything that runs on this node."""

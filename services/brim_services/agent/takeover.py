@@ -81,7 +81,7 @@ def take_over(
 def _clear(store: Store, view: NodeView, settle: Settle, bury: Bury) -> None:
     """End what is left of a dead agent's boot and take its node out of the table."""
     name, boot = view.node.name, Boot.parse(view.boot)
-    store.set_device_state(name, view.boot, view.devices, "quarantined")  # nothing is placed there from now on
+    store.set_device_state(name, view.boot, view.devices, "starting")  # nothing is placed there from now on
     attempts, processes = store.books(view.devices)
     if boot.is_here:
         _end([proc for book in processes.values() for proc in book])

@@ -4,7 +4,7 @@
 -- Record    HASH  one task; its fields are listed in docs/redis-keys.md.
 -- Book      HASH  one device:
 --   info          JSON  what does not change between registrations (uuid, node, index, model, ...)
---   state         up | draining | lost | quarantined
+--   state         up | draining | lost | starting | quarantined
 --   external      MiB used by processes that brim did not start
 --   sampled_ms    server time of the latest report that counted
 --   a:<attempt>   "<vram MiB>|<thousandths of a host CPU>|<host RAM MiB>|<proc or nothing>|<task id>"

@@ -1,4 +1,4 @@
--- Sets the state of some devices of a node: draining, quarantined, lost, or up again.
+-- Sets the state of some devices of a node: draining, starting, quarantined, lost, or up again.
 -- KEYS  1 node  2 availability  3 changed  4 wake  5.. books
 -- ARGV  1 boot of the node whose word this is  2 state
 -- Returns  1 | 0 refused: another boot took over, or the node was declared lost
