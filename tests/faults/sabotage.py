@@ -21,6 +21,7 @@ GUARDS: dict[str, list[tuple[str, str, str]]] = {
         ("bind", "if known[2] ~= ARGV[1] then return { 'stale', '' } end", ""),
         ("finish", "known[2] ~= ARGV[1] or not (main or known[3] == ARGV[2])", "false"),
         ("finish", "elseif state ~= 'running' and not (main and state == 'claimed') then", "elseif false then"),
+        ("end", "if state ~= 'running' or proc ~= claimer then return 'stale' end", ""),
         ("end", "if known[2] ~= attempt or not LIVE[state] then return 'stale' end", ""),
     ],
     "admission": [

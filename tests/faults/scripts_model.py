@@ -371,6 +371,21 @@ class Model:
             self.expiring.discard(task_id)
         return "promoted" if promoted else "ended"
 
+    def complete(
+        self, task_id: str, attempt: str, proc: str, state: State, leftover_mib: Sequence[int] | None, is_occupied: bool
+    ) -> str:
+        task = self.tasks.get(task_id)
+        if task is None:
+            return "unknown"
+        if task.attempt == attempt and task.state not in LIVE and task.finisher == proc:
+            return "ended"
+        if task.attempt != attempt or task.state is not State.RUNNING or task.proc != proc:
+            return "stale"
+        if is_occupied:
+            return "occupied"
+        task.finisher = proc
+        return self.end(task_id, attempt, state, leftover_mib)
+
     def out_of_memory(self, task_id: str, attempt: str, proc: str, vram_mib: int, most: int) -> str:
         task = self.tasks.get(task_id)
         if task is None:

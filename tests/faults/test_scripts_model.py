@@ -40,6 +40,7 @@ from brim.store.types import (
     NodeView,
     Outcome,
     Peeked,
+    StoredResult,
 )
 from brim_services.invariants import check_invariants
 from brim_services.mirror import Mirror
@@ -223,10 +224,14 @@ class Scripts(RuleBasedStateMachine):
             self.claim(client, a, "w1")
         elif task.state is State.CLAIMED:
             self.bind(client, a, data.draw(procs))
-        elif task.state is State.RUNNING and data.draw(st.integers(0, 4), "fits"):
-            self.finish(client, a, task.proc, False)
         elif task.state is State.RUNNING:
-            self.out_of_memory(client, a, task.proc, data.draw(amounts), 3)
+            call = data.draw(st.sampled_from(["finish", "finish", "complete", "complete", "out of memory"]), "call")
+            if call == "finish":
+                self.finish(client, a, task.proc, False)
+            elif call == "complete":
+                self.complete(client, a, task.proc, data)
+            else:
+                self.out_of_memory(client, a, task.proc, data.draw(amounts), 3)
         elif task.next is None and data.draw(st.booleans(), "retried"):
             self.admit(client, self.publish(a.task_id, task.retries + 1, a.vram_mib, "plain"))
         else:
@@ -367,7 +372,8 @@ class Scripts(RuleBasedStateMachine):
         if not self.attempts:
             return
         a = data.draw(st.sampled_from([*mine * 2, *mine[-1:] * 4, *self.attempts[-3:]]), "attempt")
-        call = data.draw(st.sampled_from(["claim", "bind", "finish", "finish", "end", "out of memory"]), "call")
+        calls = ["claim", "bind", "finish", "finish", "end", "complete", "out of memory"]
+        call = data.draw(st.sampled_from(calls), "call")
         if call == "claim":
             self.claim(client, a, data.draw(boots))
         elif call == "bind":
@@ -380,6 +386,10 @@ class Scripts(RuleBasedStateMachine):
             known = self.model.tasks.get(a.task_id)
             proc = data.draw(st.sampled_from([*[known.proc if known else ""] * 3, "10.1"]), "proc")
             self.out_of_memory(client, a, proc, data.draw(amounts), data.draw(st.integers(1, 3), "most"))
+        elif call == "complete":
+            known = self.model.tasks.get(a.task_id)
+            proc = data.draw(st.sampled_from([*[known.proc if known else ""] * 3, "10.1"]), "proc") or "10.1"
+            self.complete(client, a, proc, data)
         else:
             self.end(client, a, data.draw(outcomes), data.draw(leftovers))
 
@@ -404,10 +414,25 @@ class Scripts(RuleBasedStateMachine):
 
     def end(self, client: int, a: Commit, state: State, leftover: Sequence[int] | None) -> None:
         store = self.begin(client)
-        amounts = None if leftover is None else leftover[: len(a.devices)]
-        outcome = Outcome(state, None if state is State.SUCCEEDED else WHY, amounts, CONTEXT_MIB, 123)
+        outcome = Outcome(state, None if state is State.SUCCEEDED else WHY, _some(leftover, a), CONTEXT_MIB, 123)
         expected = self.model.end(a.task_id, a.attempt, state, leftover)
         assert store.end(a.task_id, a.attempt, a.devices, outcome) == expected
+
+    def complete(self, client: int, a: Commit, proc: str, data: st.DataObject) -> None:
+        """With a result or none; sometimes there is one already."""
+        store, state, leftover = self.begin(client), data.draw(outcomes), data.draw(leftovers)
+        key, there = f"{store.keys.prefix}result-{a.attempt}", data.draw(st.sampled_from([None, None, b"already"]))
+        store.client.delete(key)
+        if there:
+            store.client.set(key, there)
+        result = data.draw(st.sampled_from([None, StoredResult(key, b"42", 0), StoredResult(key, b"42", 60)]))
+        outcome = Outcome(state, None if state is State.SUCCEEDED else WHY, _some(leftover, a), CONTEXT_MIB, 123)
+        before = self.model.tasks.get(a.task_id)
+        was_live = before is not None and before.state in LIVE
+        expected = self.model.complete(a.task_id, a.attempt, proc, state, leftover, bool(result and there))
+        assert store.complete(a.task_id, a.attempt, a.devices, outcome, proc, result) == expected
+        stored = result is not None and was_live and expected in ("ended", "promoted")
+        assert store.client.get(key) == (b"42" if stored else there)
 
     def lose(self, client: int, data: st.DataObject, task_id: str) -> None:
         """With a view of now or of a moment ago; by an agent or by a placement."""
@@ -614,6 +639,11 @@ class Scripts(RuleBasedStateMachine):
 def demand_of(vram_mib: int) -> Demand:
     """The demand of this size."""
     return Demand(vram_mib, whole=vram_mib == WHOLE_MIB)
+
+
+def _some(leftover: Sequence[int] | None, a: Commit) -> Sequence[int] | None:
+    """As many of these as the attempt has devices."""
+    return None if leftover is None else leftover[: len(a.devices)]
 
 
 def _unless_fenced(call: Callable[[], T]) -> T | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from brim.core.retry import demand_after_out_of_memory
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.connection import is_outage
-from brim.store.types import Bound, ClaimAnswer, Outcome, OutOfMemoryAnswer
+from brim.store.types import Bound, ClaimAnswer, EndAnswer, Outcome, OutOfMemoryAnswer, StoredResult
 
 from .agent_link import WorkerIdentity, WorkerSide
 from .envelope import AttemptHeader
@@ -31,7 +31,7 @@ MAIN_PROCESS = ""
 T = TypeVar("T")
 
 
-def refusal(attempt: AttemptHeader, task_id: str, what: str, answer: ClaimAnswer) -> str:
+def refusal(attempt: AttemptHeader, task_id: str, what: str, answer: ClaimAnswer | EndAnswer) -> str:
     """Say, here and in the log, that an attempt is not the live one (any more)."""
     said = f"attempt {attempt.attempt} of {task_id} may not {what}: {answer}"
     log.info("%s", said)
@@ -69,22 +69,23 @@ class Attempts:
         """The finish claim: only who is granted it may publish anything about the task."""
         return self.patiently(lambda: self.store.finish(task_id, attempt.attempt, proc, left_to_main=left_to_main))
 
-    def end(
-        self,
-        task_id: str,
-        attempt: AttemptHeader,
-        state: State,
-        reason: Reason | None = None,
-        leftover_mib: Sequence[int] | None = None,
-        peak_mib: int | None = None,
-    ) -> None:
+    def end(self, task_id: str, attempt: AttemptHeader, outcome: Outcome) -> None:
         """The end, after the result: the reservation becomes leftover, and the agent looks at once."""
-        outcome = Outcome(state, reason, leftover_mib, attempt.context_mib, peak_mib)
-        self.patiently(lambda: self._ended(task_id, attempt, outcome))
+        self.patiently(
+            lambda: self.store.end(task_id, attempt.attempt, attempt.devices, outcome, executor=attempt.executor)
+        )
         self._agent.changed(attempt.attempt)
 
-    def _ended(self, task_id: str, attempt: AttemptHeader, outcome: Outcome) -> None:
-        self.store.end(task_id, attempt.attempt, attempt.devices, outcome, executor=attempt.executor)
+    def complete(
+        self, task_id: str, attempt: AttemptHeader, proc: str, outcome: Outcome, result: StoredResult | None
+    ) -> EndAnswer:
+        """Finish claim, result and end in one; see `AttemptSide.complete`."""
+        answer = self.patiently(
+            lambda: self.store.complete(task_id, attempt.attempt, attempt.devices, outcome, proc, result)
+        )
+        if answer is not EndAnswer.OCCUPIED:
+            self._agent.changed(attempt.attempt)
+        return answer
 
     def requeue(self, task_id: str, attempt: AttemptHeader, reason: Reason) -> None:
         """The task asked to be delivered again (``Reject(requeue=True)``): it waits in its old place."""

@@ -25,7 +25,7 @@ from celery.worker.request import Request
 from kombu.utils.objects import cached_property
 
 from brim.core.model import Reason, State
-from brim.store.types import ClaimAnswer
+from brim.store.types import ClaimAnswer, Outcome
 
 from .attempts import MAIN_PROCESS, Attempts, refusal
 from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, is_genuine, received
@@ -195,7 +195,7 @@ class AttemptRequest(Request):
     def _end(self, state: State, reason: Reason) -> None:
         if not self._ended:
             self._ended = True
-            self.attempts.end(self.id, self.attempt, state, reason)
+            self.attempts.end(self.id, self.attempt, Outcome(state, reason, context_mib=self.attempt.context_mib))
 
     def drop(self) -> None:
         """Let go of a message whose attempt is somebody else's by now."""
@@ -379,7 +379,8 @@ class BrimStep(bootsteps.StartStopStep):
                         task_id, cause, request=request, store_result=not request.ignore_result
                     )
                 finally:
-                    self.attempts.end(task_id, attempt, State.FAILED, failure(cause))
+                    outcome = Outcome(State.FAILED, failure(cause), context_mib=attempt.context_mib)
+                    self.attempts.end(task_id, attempt, outcome)
             hook(*args)
 
         return answering

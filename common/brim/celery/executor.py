@@ -2,26 +2,25 @@
 
 Celery stores STARTED before the function, and sends callbacks before the result; nothing of that may happen for
 an attempt that is not the live one. So the trace function is wrapped (bind first, end last), and the task
-itself (finish claim between the function's end and everything that follows from it).
+itself (finish claim between the function's end and everything that follows from it). Where nothing follows but a
+result on brim's own server, claim, result and end are one step (ADR 0012).
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded
-from celery import Celery, Task
-from celery.app.trace import TraceInfo, build_tracer, trace_ok_t
+from celery import Celery, Task, signals
+from celery.app.trace import TraceInfo, build_tracer, task_has_custom, trace_ok_t
 from celery.canvas import Signature, _chain, chord
 from celery.exceptions import Ignore, TaskPredicate
-from celery.signals import worker_process_shutdown
 from celery.states import FAILURE, IGNORED, REJECTED, RETRY
 from celery.utils.log import get_logger
 
@@ -29,14 +28,17 @@ from brim.core.model import Reason, State
 from brim.gpu import frameworks
 from brim.gpu.probe import NodeFault, Probe, Sample, open_probe
 from brim.gpu.process import proc_id
-from brim.store.types import Bound, ClaimAnswer, OutOfMemoryAnswer
+from brim.store.types import Bound, ClaimAnswer, EndAnswer, Outcome, OutOfMemoryAnswer
 
 from .attempts import Attempts, refusal
 from .envelope import HEADER, INTAKE_QUEUE, AttemptHeader
 from .errors import TaskOutOfMemory
+from .results import Kept, Results
 from .routing import declare_intake
 
 log = get_logger("brim.worker")
+
+T = TypeVar("T")
 
 REASON_CHARACTERS = 500
 """How much of an exception's text a task's record keeps."""
@@ -49,18 +51,27 @@ def prepare(app: Celery, hostname: str, attempts: Attempts) -> None:
     for name, task in app.tasks.items():
         if not isinstance(task, AttemptTask):
             task.__class__ = type(type(task).__name__, (AttemptTask, type(task)), {"__module__": type(task).__module__})
-        task.__trace__ = executor.traced(build_tracer(name, task, app.loader, hostname, app=app))
-    worker_process_shutdown.connect(lambda **_: executor.settle(), weak=False, dispatch_uid="brim.settle")
+        task.__trace__ = executor.traced(task, build_tracer(name, task, app.loader, hostname, app=app))
 
 
 class Execution:
     """One attempt while this process runs it."""
 
     def __init__(
-        self, attempts: Attempts, task_id: str, attempt: AttemptHeader, proc: str, memory: OwnMemory | None = None
+        self,
+        attempts: Attempts,
+        task_id: str,
+        attempt: AttemptHeader,
+        proc: str,
+        memory: OwnMemory | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.attempts = attempts
         self.memory = memory
+        self.kept = kept
+        """Keeps the result, if that is all that may follow from the function."""
+        self.unclaimed = False
+        """Whether the function has returned and the finish claim is left to the end."""
         self.task_id = task_id
         self.attempt = attempt
         self.proc = proc
@@ -76,6 +87,7 @@ class Execution:
 
     def finish(self) -> None:
         """Claim what follows the function; raises `Ignore` if this attempt is not the live one any more."""
+        self.unclaimed, self.kept = False, None
         answer = self.attempts.finish(self.task_id, self.attempt, self.proc)
         if answer is not ClaimAnswer.GRANTED:
             self.refused = True
@@ -98,7 +110,11 @@ class Execution:
                 self.finish()
                 raise
         else:
-            self.finish()
+            if self.kept is None:
+                self.finish()
+            else:
+                self.kept.begin()
+                self.unclaimed = True
             return result
         if again:
             self.refused = True
@@ -192,49 +208,47 @@ class Executor:
     def __init__(self, app: Celery, attempts: Attempts) -> None:
         self._app = app
         self._attempts = attempts
+        self._results = Results(app)
         self._proc = proc_id() or ""
         self._memory = OwnMemory(os.environ.get("BRIM_DEVICES"))
-        self._beside = ThreadPoolExecutor(1, "brim-end")
-        self._told: Future[None] | None = None
-        """The end of the latest attempt, which is told while Celery fetches the next one."""
 
-    def traced(self, trace: Any) -> Any:
+    def traced(self, task: Task, trace: Any) -> Any:
         """Celery's trace function of a task with the bind in front and the end behind."""
+        hooked = any(task_has_custom(task, hook) for hook in ("on_success", "after_return"))
 
         def traced(uuid: str, args: Any, kwargs: Any, request: Any = None) -> Any:
             attempt = AttemptHeader.read((request or {}).get(HEADER) or {})
             if attempt is None:
                 return trace(uuid, args, kwargs, request)
-            execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory)
-            self.settle()
-            bound = execution.bind()
-            if bound.answer is not ClaimAnswer.GRANTED:
-                return _ignored(refusal(attempt, uuid, "run", bound.answer))
-            frameworks.begin()
-            frameworks.limit(None if bound.guard == "off" else max(1, attempt.vram_mib - attempt.context_mib))
-            with current_execution(execution):
-                try:
-                    traced_outcome = trace(uuid, args, kwargs, request)
-                except MemoryError as error:
-                    out_of_memory = plain(error)
-                else:
-                    self._end(execution, traced_outcome.info)
-                    return traced_outcome
-            raise out_of_memory
+            with self._results.kept(uuid, self._attempts.store.client) as kept:
+                last = kept if not (hooked or follows(request)) else None
+                execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory, last)
+                bound = execution.bind()
+                if bound.answer is not ClaimAnswer.GRANTED:
+                    return _ignored(refusal(attempt, uuid, "run", bound.answer))
+                frameworks.begin()
+                frameworks.limit(None if bound.guard == "off" else max(1, attempt.vram_mib - attempt.context_mib))
+                out_of_memory = None
+                with current_execution(execution):
+                    try:
+                        traced_outcome = trace(uuid, args, kwargs, request)
+                    except MemoryError as error:
+                        out_of_memory = plain(error)
+            if out_of_memory is not None:
+                raise out_of_memory
+            try:
+                self._end(execution, kept, traced_outcome.info)
+            except Ignore as refused:
+                return _ignored(str(refused))
+            return traced_outcome
 
         return traced
 
-    def settle(self) -> None:
-        """Waits until the end of the latest attempt has been told."""
-        told, self._told = self._told, None
-        while told is not None:
-            try:
-                return told.result()
-            except SoftTimeLimitExceeded:
-                continue  # it was meant for the task's function, which does not run now
+    def _end(self, execution: Execution, kept: Kept | None, info: TraceInfo | None) -> None:
+        """End the attempt by what the trace function made of it, unless somebody else does or may not at all.
 
-    def _end(self, execution: Execution, info: TraceInfo | None) -> None:
-        """End the attempt by what the trace function made of it, unless somebody else does or may not at all."""
+        Raises `Ignore` if its finish claim was left to now and is refused.
+        """
         if execution.refused:
             return
         task_id, attempt = execution.task_id, execution.attempt
@@ -243,11 +257,22 @@ class Executor:
                 execution.attempts.requeue(task_id, attempt, Reason("requeued", "the task asked to be requeued"))
             # Otherwise Celery answers in the main process, and the attempt is ended there.
             return
+        outcome = undisturbed(lambda: self._outcome(execution, info))
+        try:
+            undisturbed(lambda: tell_end(execution, outcome, kept))
+        except Ignore:
+            raise
+        except Exception:  # its agent settles the attempt of a process that is gone
+            log.exception("the end of an attempt cannot be told")
+            os._exit(os.EX_SOFTWARE)
+
+    def _outcome(self, execution: Execution, info: TraceInfo | None) -> Outcome:
+        attempt = execution.attempt
         state, reason = outcome_of(self._app, execution, info)
         leftover_mib = self._memory.leftover_mib(attempt.devices)
         counted_mib = max(frameworks.peak_mib() or 0, execution.wanted_mib)
         peak_mib = counted_mib + self._beside_pools_mib(attempt, leftover_mib) if counted_mib else None
-        self._told = self._beside.submit(_tell, execution, state, reason, leftover_mib, peak_mib)
+        return Outcome(state, reason, leftover_mib, attempt.context_mib, peak_mib)
 
     @staticmethod
     def _beside_pools_mib(attempt: AttemptHeader, leftover_mib: Sequence[int] | None) -> int:
@@ -257,19 +282,35 @@ class Executor:
         return max(0, max(leftover_mib) - frameworks.pool().held_mib)
 
 
-def _tell(
-    execution: Execution,
-    state: State,
-    reason: Reason | None,
-    leftover_mib: Sequence[int] | None,
-    peak_mib: int | None,
-) -> None:
-    """The end of an attempt. A process that cannot tell it ends itself, and its agent settles the attempt."""
-    try:
-        execution.attempts.end(execution.task_id, execution.attempt, state, reason, leftover_mib, peak_mib)
-    except Exception:
-        log.exception("the end of an attempt cannot be told")
-        os._exit(os.EX_SOFTWARE)
+def undisturbed(call: Callable[[], T]) -> T:
+    """The answer of a call that may be made twice, through a soft time limit: it was meant for the task's function."""
+    while True:
+        with suppress(SoftTimeLimitExceeded):
+            return call()
+
+
+def follows(request: Mapping[str, Any]) -> bool:
+    """Whether more than its result may follow from a task's return: other tasks, or receivers of Celery's signals."""
+    others = any(request.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
+    return others or bool(signals.task_success.receivers or signals.task_postrun.receivers)
+
+
+def tell_end(execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
+    """The end of an attempt, with its result and the finish claim if these have been left to it.
+
+    Raises `Ignore` if that claim is refused.
+    """
+    task_id, attempt = execution.task_id, execution.attempt
+    if kept is not None and execution.unclaimed:
+        answer = execution.attempts.complete(task_id, attempt, execution.proc, outcome, kept.result)
+        if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED):
+            return
+        if answer is not EndAnswer.OCCUPIED:
+            execution.refused = True
+            raise Ignore(refusal(attempt, task_id, "publish", answer))
+        execution.finish()
+        kept.store()
+    execution.attempts.end(task_id, attempt, outcome)
 
 
 def outcome_of(app: Celery, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:

@@ -1,8 +1,9 @@
-"""Results of a batch in one round trip, where Celery's result backend is Redis.
+"""Results in fewer round trips, where Celery's result backend is Redis.
 
 Celery stores a result in two: it looks whether a successful one is there already, and writes. Within `Results.together`
-what is there is read for all tasks at once, and what Celery writes is kept until the end and sent at once. Whatever
-else it does with the backend, and every other backend, stays as it is.
+what is there is read for all tasks at once, and what Celery writes is kept until the end and sent at once; within
+`Results.kept` the result of one task is kept, for whoever stores it with the task's end. Whatever else Celery does with
+the backend, and every other backend, stays as it is.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import redis
 from celery import Celery
 from celery.backends.redis import RedisBackend
+from celery.states import SUCCESS
+
+from brim.store.types import StoredResult
 
 Patiently = Callable[[Callable[[], Any]], Any]
 """Calls a function until its server answers."""
 
 
 class Gathered:
-    """What has been read and is to be written, by key."""
+    """What has been read, by key, and is to be written."""
 
     def __init__(self, known: dict[Any, Any]) -> None:
         self.known = known
-        self.writes: list[tuple[Any, Any, int | None]] = []
+        self.writes: list[StoredResult] = []
 
 
 _gathered: ContextVar[Gathered | None] = ContextVar("brim_results", default=None)
@@ -44,25 +49,47 @@ class _Gathering(RedisBackend):
         gathered = _gathered.get()
         if gathered is not None and key in gathered.known:
             gathered.known[key] = value
-            gathered.writes.append((key, value, expires))
+            gathered.writes.append(StoredResult(key, value, (self.expires if expires is None else expires) or 0))
         else:
             super()._set(key, value, expires)
 
     def write(self, gathered: Gathered) -> None:
         """Store and announce results in one round trip, as `RedisBackend._set` does one by one."""
         with self.client.pipeline(transaction=False) as pipe:
-            for key, value, own_expires in gathered.writes:
-                expires = self.expires if own_expires is None else own_expires
-                if expires:
-                    pipe.setex(key, expires, value)
+            for result in gathered.writes:
+                if result.expires_s:
+                    pipe.setex(result.key, result.expires_s, result.value)
                 else:
-                    pipe.set(key, value)
-                pipe.publish(key, value)
+                    pipe.set(result.key, result.value)
+                pipe.publish(result.key, result.value)
             pipe.execute()
 
 
+class Kept:
+    """A task's result, which from `begin` on is not stored, but kept for who stores it with the task's end."""
+
+    def __init__(self, backend: Any, gathered: Gathered, task_id: str) -> None:
+        self._backend = backend
+        self._gathered = gathered
+        self._task_id = task_id
+
+    def begin(self) -> None:
+        """What is stored for the task from now on is kept; Celery is told that there is nothing yet."""
+        self._gathered.known[self._backend.get_key_for_task(self._task_id)] = None
+
+    @property
+    def result(self) -> StoredResult | None:
+        """What is to be stored; None if nothing is, as for a task that ignores its result."""
+        return self._gathered.writes[-1] if self._gathered.writes else None
+
+    def store(self) -> None:
+        """Store it as Celery would have: unless there is a successful result already."""
+        if self.result is not None and self._backend.get_state(self._task_id) != SUCCESS:
+            self._backend.set(self.result.key, self.result.value, expires=self.result.expires_s)
+
+
 class Results:
-    """The result backend of an app, in a process that answers for many tasks at once."""
+    """The result backend of an app, in a process that answers for its tasks."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
@@ -94,6 +121,20 @@ class Results:
             if token is not None:
                 _gathered.reset(token)
 
+    @contextmanager
+    def kept(self, task_id: str, client: redis.Redis) -> Iterator[Kept | None]:
+        """Within this, the task's result may be kept; None unless the backend is Redis, where this client is, too."""
+        backend = self._backend()
+        if backend is None or not _is_at(backend, client):
+            yield None
+            return
+        gathered = Gathered({})
+        token = _gathered.set(gathered)
+        try:
+            yield Kept(backend, gathered, task_id)
+        finally:
+            _gathered.reset(token)
+
     def _backend(self) -> Any:
         """This thread's backend (Celery has one for each) if it is Redis, able to gather."""
         backend = self._app.backend
@@ -101,3 +142,15 @@ class Results:
             kind = type(backend)
             backend.__class__ = type(kind.__name__, (_Gathering, kind), {"__module__": kind.__module__})
         return backend if isinstance(backend, _Gathering) else None
+
+
+def _is_at(backend: Any, client: redis.Redis) -> bool:
+    """Whether a backend stores in the very database that a client works in, and as the same user."""
+    there, here = backend.connparams, client.connection_pool.connection_kwargs
+    if not (there.get("host") or there.get("path")):  # a Sentinel's backend says so elsewhere
+        return False
+    defaults = {"port": 6379, "db": 0}
+    return all(
+        (there.get(name) or defaults.get(name)) == (here.get(name) or defaults.get(name))
+        for name in ("host", "port", "path", "db", "username", "password")
+    )

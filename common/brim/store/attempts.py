@@ -10,7 +10,7 @@ from brim.core.model import AttemptView, Demand, Reason, State
 from .base import Base, FencedError
 from .codec import dump, guard_of
 from .runner import Arg, Call
-from .types import Bound, ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome, OutOfMemoryAnswer
+from .types import Bound, ClaimAnswer, CloseAnswer, EndAnswer, LoseAnswer, Outcome, OutOfMemoryAnswer, StoredResult
 
 _PLACED_ON_THE_WAY = (State.PLACED, State.CLAIMED)
 
@@ -64,9 +64,33 @@ class AttemptSide(Base):
         call = self._end(task_id, attempt, self.books_of(devices, executor), outcome)
         return EndAnswer(self.runner.run_many([call])[0].decode())
 
-    def _end(self, task_id: str, attempt: str, books: Sequence[str], outcome: Outcome) -> Call:
+    def complete(
+        self,
+        task_id: str,
+        attempt: str,
+        devices: Sequence[str],
+        outcome: Outcome,
+        proc: str,
+        result: StoredResult | None,
+    ) -> EndAnswer:
+        """Finish claim, result and end in one: for a task from which nothing else follows (ADR 0012).
+
+        OCCUPIED where the result backend has something for the task already: nothing was done then.
+        """
+        call = self._end(task_id, attempt, self.books_of(devices), outcome, proc, result)
+        return EndAnswer(self.runner.run_many([call])[0].decode())
+
+    def _end(
+        self,
+        task_id: str,
+        attempt: str,
+        books: Sequence[str],
+        outcome: Outcome,
+        claimer: str = "",
+        result: StoredResult | None = None,
+    ) -> Call:
         keys = self.keys
-        names = [
+        names: list[Arg] = [
             keys.task(task_id),
             keys.story(task_id),
             keys.counts,
@@ -89,7 +113,12 @@ class AttemptSide(Base):
             leftover,
             outcome.context_mib,
             "" if outcome.peak_mib is None else outcome.peak_mib,
+            claimer,
+            round(time.time() * 1000),
         ]
+        if result is not None:
+            names.append(result.key)
+            args += [result.value, result.expires_s]
         return Call("end", names, args)
 
     def out_of_memory(

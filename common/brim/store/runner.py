@@ -47,7 +47,7 @@ class Call:
     """One call of a script."""
 
     script: str
-    keys: Sequence[str]
+    keys: Sequence[str] | Sequence[Arg]
     args: Sequence[Arg] = ()
 
 

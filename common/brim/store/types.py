@@ -61,6 +61,17 @@ class EndAnswer(StrEnum):
     """A newer run of the same id was waiting; it has gone back to intake."""
     STALE = "stale"
     UNKNOWN = "unknown"
+    OCCUPIED = "occupied"
+    """Its result was to be stored with its end, but there is one already."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """What Celery's result backend, on brim's own server, is to hold of a task; ``expires_s`` 0: for ever."""
+
+    key: str | bytes
+    value: str | bytes
+    expires_s: int
 
 
 class LoseAnswer(StrEnum):
