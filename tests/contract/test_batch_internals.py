@@ -15,7 +15,8 @@ from celery.backends.redis import RedisBackend
 from celery.states import FAILURE, SUCCESS
 from kombu import Queue
 
-from brim.celery.consumer import flush, take_the_rest
+from brim.celery.arrivals import take_rest
+from brim.celery.consumer import flush
 from brim.celery.results import Results
 from support.celery_app import configure
 
@@ -51,7 +52,7 @@ class TestMessages:
             with connection.Consumer(
                 [queue], channel=channel, callbacks=[lambda body, _: got.append(body)], no_ack=True
             ):
-                take_the_rest(client, channel, "rest")
+                take_rest(client, channel, "rest")
         assert got == [0, 1, 2]
 
     def test_what_was_not_delivered_stays_in_the_queue(self, app: Celery, client: redis.Redis, namespace: str) -> None:
@@ -70,7 +71,7 @@ class TestMessages:
                 connection.Consumer([queue], channel=channel, callbacks=[fail], no_ack=True),
                 pytest.raises(ConnectionError, match="gone"),
             ):
-                take_the_rest(client, channel, "rest")
+                take_rest(client, channel, "rest")
         left = [json.loads(raw)["body"] for raw in client.lrange(f"{namespace}rest", 0, -1)]  # type: ignore[union-attr]
         assert len(left) == 2
 

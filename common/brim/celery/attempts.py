@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -60,6 +60,19 @@ class Attempts:
     def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
         """The start claim, before the pool gets the task."""
         return self.patiently(lambda: self.store.claim(task_id, attempt.attempt, self._identity.boot))
+
+    def claim_and_take(
+        self, task_id: str, attempt: AttemptHeader, queue_key: str, most: int
+    ) -> tuple[ClaimAnswer, Sequence[bytes]]:
+        """The same, and at most so many further messages of the worker's queue, which are taken out of it."""
+        boot = self._identity.boot
+        return self.patiently(lambda: self.store.claim_and_take(task_id, attempt.attempt, boot, queue_key, most))
+
+    def claim_all(self, tasks: Mapping[str, str]) -> dict[str, ClaimAnswer]:
+        """The same of several attempts, each with its task's id."""
+        pairs = [(task_id, attempt) for attempt, task_id in tasks.items()]
+        answers = self.patiently(lambda: self.store.claim_all(pairs, self._identity.boot))
+        return dict(zip(tasks, answers, strict=True))
 
     def bind(self, task_id: str, attempt: AttemptHeader, proc: str) -> Bound:
         """An executor is about to run the task."""

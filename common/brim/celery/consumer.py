@@ -7,7 +7,6 @@ the finish claim comes first, then Celery's own answer, then the end; all of it 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -27,14 +26,14 @@ from kombu.utils.objects import cached_property
 from brim.core.model import Reason, State
 from brim.store.types import ClaimAnswer, Outcome
 
+from .arrivals import Arrivals, attempt_of, may_be_taken, take_rest
 from .attempts import MAIN_PROCESS, Attempts, refusal
-from .envelope import HEADER, AttemptHeader, MalformedMessage, context, forward, is_genuine, received
+from .envelope import HEADER, AttemptHeader, context, forward, received
 from .executor import failure
 from .model_executor import LOOK_S, ModelExecutor
 
 log = get_logger("brim.worker")
 
-MOST_AT_ONCE = 64
 EVENTS_S = 0.05
 """How long a worker gathers events: sending one costs as much as sending all."""
 
@@ -42,7 +41,7 @@ NOT_OURS = (Ignore, Retry, WorkerLostError, Terminated, SystemExit, KeyboardInte
 """What executors or agents deal with: nothing is published about the task in the main process."""
 
 
-def prepare(tasks: Iterable[Any], attempts: Attempts) -> None:
+def prepare(tasks: Iterable[Any], attempts: Attempts, arrivals: Arrivals) -> None:
     """Have every task's messages claimed and, where they are acknowledged at all, only when their attempt is over."""
     for task in tasks:
         if task.rate_limit:
@@ -55,46 +54,29 @@ def prepare(tasks: Iterable[Any], attempts: Attempts) -> None:
         task.retry_on_worker_lost = False
         base = symbol_by_name(task.Request)
         task.Request = type("Request", (AttemptRequest, base), {"attempts": attempts})
-        task.Strategy = partial(strategy, attempts, task.Strategy)
+        task.Strategy = partial(strategy, arrivals, task.Strategy)
 
 
-def strategy(attempts: Attempts, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
+def strategy(arrivals: Arrivals, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
     """The task's own strategy behind the start claim; a message that is not granted is let go silently."""
     handle = instantiate(inner, task, app, consumer, **options)
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
         if consumer.task_consumer.no_ack:
             ack = reject = _nothing
-        attempt = attempt_of(message)
-        if attempt is None:
-            # Its memory is unknown here: whoever sent it past placement, intake knows what to do with it.
-            log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
-            forward(message)
-        elif may_start(attempts, message, attempt):
-            return handle(message, body, ack, reject, callbacks, **more)
-        return ack(log, consumer.connection_errors)
+        attempt = attempt_of(message.headers)
+        try:
+            if attempt is None:
+                # Its memory is unknown here: whoever sent it past placement, intake knows what to do with it.
+                log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
+                forward(message)
+            elif arrivals.may_start(message, attempt):
+                return handle(message, body, ack, reject, callbacks, **more)
+            return ack(log, consumer.connection_errors)
+        finally:
+            arrivals.deliver_rest(message.channel)
 
     return on_message
-
-
-def may_start(attempts: Attempts, message: Any, attempt: AttemptHeader) -> bool:
-    """The start claim; nothing is claimed for a message that brim has not made, where there is a key to tell by."""
-    task_id = message.headers["id"]
-    if not may_be_taken(message, attempt, attempts.key):
-        return False
-    answer = attempts.claim(task_id, attempt)
-    if answer is not ClaimAnswer.GRANTED:
-        refusal(attempt, task_id, "start", answer)
-    return answer is ClaimAnswer.GRANTED
-
-
-def may_be_taken(message: Any, attempt: AttemptHeader, key: bytes) -> bool:
-    """Whether brim has made this message, where there is a key to tell by; said in the log if not."""
-    genuine = is_genuine(message, key)
-    if not genuine:
-        told = "task %s[%s] is refused: intake and placement have not signed it as attempt %s"
-        log.warning(told, message.headers["task"], message.headers["id"], attempt.attempt)
-    return genuine
 
 
 class AttemptRequest(Request):
@@ -253,7 +235,7 @@ def item_strategy(executor: ModelExecutor, inner: Any, task: Task, app: Celery, 
     key, draining = executor.attempts.key, list[bool]()
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
-        attempt = attempt_of(message)
+        attempt = attempt_of(message.headers)
         if attempt is None:
             log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
             forward(message)
@@ -262,23 +244,11 @@ def item_strategy(executor: ModelExecutor, inner: Any, task: Task, app: Celery, 
         if not draining:
             draining.append(True)
             try:
-                take_the_rest(executor.store.client, message.channel, executor.queue)
+                take_rest(executor.store.client, message.channel, executor.queue)
             finally:
                 draining.clear()
 
     return on_message
-
-
-def take_the_rest(client: Any, channel: Any, queue: str) -> None:
-    """What else lies in a queue, in one round trip: the transport takes one message at a time."""
-    key = f"{channel.global_keyprefix}{queue}"
-    found = list(client.rpop(key, MOST_AT_ONCE) or ())
-    try:
-        while found:
-            channel.connection._deliver(json.loads(found.pop(0)), queue)
-    finally:
-        if found:  # one of them ends this connection: the others wait for the next
-            client.rpush(key, *reversed(found))
 
 
 def _nothing(*_: Any) -> None:
@@ -298,11 +268,13 @@ class BrimStep(bootsteps.StartStopStep):
     name: Any = "brim"
     requires: Any = ("celery.worker.consumer.tasks:Tasks",)
     attempts: Attempts
+    queue: str
     devices: tuple[str, ...]
 
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timers: list[Any] = []
+        self._arrivals = Arrivals(self.attempts, self.queue, alone=len(self.devices) == 1)
         if len(self.devices) == 1:
             # Celery forgets the tasks that have not begun with a connection: their messages would come again.
             consumer.on_close = _nothing
@@ -312,7 +284,7 @@ class BrimStep(bootsteps.StartStopStep):
         consumer.on_decode_error = self._answering(consumer, consumer.on_decode_error, message_at=0)
 
     def _prepare(self, tasks: Iterable[Any]) -> None:
-        prepare(tasks, self.attempts)
+        prepare(tasks, self.attempts, self._arrivals)
 
     def start(self, consumer: Any) -> None:
         """Before messages are consumed on this connection."""
@@ -362,11 +334,11 @@ class BrimStep(bootsteps.StartStopStep):
 
         def answering(*args: Any) -> None:
             message, error = args[message_at], args[-1]
-            attempt = attempt_of(message)
+            attempt = attempt_of(message.headers)
             if attempt is not None:
                 task_id, task = message.headers["id"], message.headers["task"]
                 granted = (
-                    may_start(self.attempts, message, attempt)
+                    self._arrivals.may_start(message, attempt)
                     and self.attempts.finish(task_id, attempt, MAIN_PROCESS) is ClaimAnswer.GRANTED
                 )
                 if not granted:
@@ -418,11 +390,3 @@ def renew(consumer: Any) -> None:
 
 def _over_time(limit_s: float) -> Reason:
     return Reason("time_limit", f"hit its hard time limit of {limit_s:g} s")
-
-
-def attempt_of(message: Any) -> AttemptHeader | None:
-    """The attempt in a message's header, None where placement has not sent it."""
-    try:
-        return AttemptHeader.read(message.headers.get(HEADER) or {})
-    except MalformedMessage:
-        return None

@@ -115,12 +115,18 @@ def _on_worker(identity: WorkerIdentity, sender: Any, **_: Any) -> None:
         _become_executor(identity, name, sender)
         return
     sender.prefetch_multiplier = 1
-    fields = {
-        "attempts": Attempts(identity, Settings.load(), MAIN_PATIENCE_S),
+    fields = _fields(identity, Attempts(identity, Settings.load(), MAIN_PATIENCE_S))
+    sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
+
+
+def _fields(identity: WorkerIdentity, attempts: Attempts) -> dict[str, Any]:
+    """What brim's step in the consumer knows of this worker."""
+    return {
+        "attempts": attempts,
+        "queue": identity.queue,
         "devices": identity.devices,
         "__module__": consumer.__name__,
     }
-    sender.app.steps["consumer"].add(type("BrimStep", (consumer.BrimStep,), fields))
 
 
 def _become_executor(identity: WorkerIdentity, name: str, sender: Any) -> None:
@@ -131,7 +137,7 @@ def _become_executor(identity: WorkerIdentity, name: str, sender: Any) -> None:
     model = ModelExecutor(sender.app, name, identity.queue, identity.boot, attempts, sender.hostname)
     model.begin()
     worker_shutting_down.connect(lambda **_: model.drain(), weak=False, dispatch_uid="brim.drain")
-    fields = {"attempts": attempts, "devices": identity.devices, "executor": model, "__module__": consumer.__name__}
+    fields = {**_fields(identity, attempts), "executor": model}
     sender.app.steps["consumer"].add(type("BrimStep", (consumer.ExecutorStep,), fields))
 
 

@@ -20,9 +20,23 @@ class AttemptSide(Base):
 
     def claim(self, task_id: str, attempt: str, boot: str) -> ClaimAnswer:
         """The start claim of a device's worker (this ``boot`` of it), before the pool gets the task."""
+        return self.claim_all([(task_id, attempt)], boot)[0]
+
+    def claim_all(self, pairs: Sequence[tuple[str, str]], boot: str) -> list[ClaimAnswer]:
+        """The same of several (task id, attempt), in one round trip."""
+        answers = self.runner.run_many([self._claim(task_id, attempt, boot) for task_id, attempt in pairs])
+        return [ClaimAnswer(answer.decode()) for answer in answers]
+
+    def claim_and_take(
+        self, task_id: str, attempt: str, boot: str, queue_key: str, most: int
+    ) -> tuple[ClaimAnswer, Sequence[bytes]]:
+        """The start claim, and in the same round trip at most so many further messages out of the worker's queue."""
+        raw, answer = self.runner.run_behind(["RPOP", queue_key, most], self._claim(task_id, attempt, boot))
+        return ClaimAnswer(answer.decode()), raw or ()
+
+    def _claim(self, task_id: str, attempt: str, boot: str) -> Call:
         keys = self.keys
-        names = [keys.task(task_id), keys.story(task_id), keys.counts]
-        return ClaimAnswer(self.runner.run("claim", names, [attempt, boot]).decode())
+        return Call("claim", [keys.task(task_id), keys.story(task_id), keys.counts], [attempt, boot])
 
     def bind(self, task_id: str, attempt: str, devices: Sequence[str], proc: str) -> Bound:
         """Binds an attempt to the executor process ``proc`` ("<pid>.<start ticks>") that will run it."""

@@ -56,9 +56,10 @@ class PlacementSide(Base):
         """
         keys = self.keys
         take = Call("take", [keys.leader, keys.changed, keys.wake, keys.availability], [epoch, limit])
-        answer = (
-            self.runner.run_behind(["BLPOP", keys.wake, wait_s], take) if wait_s else self.runner.run_many([take])[0]
-        )
+        if wait_s:
+            _, answer = self.runner.run_behind(["BLPOP", keys.wake, wait_s], take)
+        else:
+            answer = self.runner.run_many([take])[0]
         if not answer:
             raise FencedError
         devices: dict[str, bytes | None] = {}

@@ -80,18 +80,18 @@ class Runner:
                 raise answer
         return answers
 
-    def run_behind(self, words: Sequence[Arg | float], call: Call) -> Any:
-        """The answer of one script that is called behind a command, which may block, in the same round trip."""
+    def run_behind(self, words: Sequence[Arg | float], call: Call) -> tuple[Any, Any]:
+        """A command, which may block, and a script behind it in the same round trip: the answers of both."""
         pipeline = self._client.pipeline(transaction=False)
         pipeline.execute_command(*words)
         pipeline.execute_command(*self._words(call))
         first, answer = pipeline.execute(raise_on_error=False)
         if isinstance(answer, NoScriptError):
-            return self.run_many([call])[0]
+            answer = self.run_many([call])[0]
         for found in (first, answer):
             if isinstance(found, Exception):
                 raise found
-        return answer
+        return first, answer
 
     def _send(self, calls: Sequence[Call]) -> list[Any]:
         if len(calls) == 1:

@@ -1,0 +1,127 @@
+"""Messages that lie in a worker's queue, taken and claimed together: the transport takes them one at a time.
+
+A worker of one device takes whatever placement has put into its queue (ADR 0011). So when one message comes, it has the
+others in the same round trip, and claims those in a second one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from celery.utils.log import get_logger
+
+from brim.store.types import ClaimAnswer
+
+from .attempts import Attempts, refusal
+from .envelope import HEADER, AttemptHeader, MalformedMessage, is_genuine
+
+log = get_logger("brim.worker")
+
+MOST_AT_ONCE = 64
+
+
+class Arrivals:
+    """The messages of a worker's queue; ``alone``: nobody else takes messages from it, or needs any."""
+
+    def __init__(self, attempts: Attempts, queue: str, *, alone: bool) -> None:
+        self._attempts = attempts
+        self._queue = queue
+        self._alone = alone
+        self._taken: list[Any] = []
+        self._claimed: dict[str, ClaimAnswer] = {}
+        self._delivering = False
+
+    def may_start(self, message: Any, attempt: AttemptHeader) -> bool:
+        """The start claim; nothing is claimed for a message that brim has not made, where there is a key to tell by.
+
+        Call `deliver_rest` when this message has been dealt with.
+        """
+        if not may_be_taken(message, attempt, self._attempts.key):
+            return False
+        task_id = message.headers["id"]
+        answer = self._claimed.pop(attempt.attempt, None) or self._claim(message.channel, task_id, attempt)
+        if answer is not ClaimAnswer.GRANTED:
+            refusal(attempt, task_id, "start", answer)
+        return answer is ClaimAnswer.GRANTED
+
+    def deliver_rest(self, channel: Any) -> None:
+        """Have the consumer deal with the messages that were taken with the one before."""
+        if self._delivering or not self._taken:
+            return
+        self._delivering = True
+        try:
+            self._claim_rest(channel)
+            deliver(self._attempts.store.client, channel, self._queue, self._taken)
+        finally:
+            self._delivering = False
+            self._taken, self._claimed = [], {}
+
+    def _claim(self, channel: Any, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
+        if self._delivering or not self._alone:
+            return self._attempts.claim(task_id, attempt)
+        key = key_of(channel, self._queue)
+        answer, raw = self._attempts.claim_and_take(task_id, attempt, key, MOST_AT_ONCE)
+        self._taken = decoded(raw, self._queue)
+        return answer
+
+    def _claim_rest(self, channel: Any) -> None:
+        """Claim those that are what they should be; what is wrong with the others is found out on delivery."""
+        found = {}
+        for raw in self._taken:
+            attempt = attempt_of(raw.get("headers") or {})
+            key = self._attempts.key
+            if attempt is not None and (not key or is_genuine(channel.Message(raw, channel=channel), key)):
+                found[attempt.attempt] = raw["headers"]["id"]
+        if found:
+            self._claimed = self._attempts.claim_all(found)
+
+
+def may_be_taken(message: Any, attempt: AttemptHeader, key: bytes) -> bool:
+    """Whether brim has made this message, where there is a key to tell by; said in the log if not."""
+    genuine = is_genuine(message, key)
+    if not genuine:
+        told = "task %s[%s] is refused: intake and placement have not signed it as attempt %s"
+        log.warning(told, message.headers["task"], message.headers["id"], attempt.attempt)
+    return genuine
+
+
+def attempt_of(headers: Mapping[str, Any]) -> AttemptHeader | None:
+    """The attempt that a message's headers name, None where placement has not sent it."""
+    try:
+        return AttemptHeader.read(headers.get(HEADER) or {})
+    except MalformedMessage:
+        return None
+
+
+def key_of(channel: Any, queue: str) -> str:
+    """The key of a queue's list, as the transport has it."""
+    return f"{channel.global_keyprefix}{queue}"
+
+
+def take_rest(client: Any, channel: Any, queue: str) -> None:
+    """Have the consumer deal with what else lies in a queue."""
+    raw = client.rpop(key_of(channel, queue), MOST_AT_ONCE) or ()
+    deliver(client, channel, queue, decoded(raw, queue))
+
+
+def decoded(raw: Iterable[bytes], queue: str) -> list[Any]:
+    """Messages as the transport reads them; what is none, and could be no task, is let go."""
+    found = []
+    for text in raw:
+        try:
+            found.append(json.loads(text))
+        except ValueError as error:
+            log.error("what lies in %s is no message: %s: %.200r", queue, error, text)
+    return found
+
+
+def deliver(client: Any, channel: Any, queue: str, messages: list[Any]) -> None:
+    """Hand messages that were taken from a queue to its consumer, in order."""
+    try:
+        while messages:
+            channel.connection._deliver(messages.pop(0), queue)
+    finally:
+        if messages:  # one of them ends this connection: the others wait for the next
+            client.rpush(key_of(channel, queue), *(json.dumps(message) for message in reversed(messages)))
