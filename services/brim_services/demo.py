@@ -29,7 +29,7 @@ from brim_services import summary
 from brim_services.dashboard import Snapshot, render
 from brim_services.embedded import free_port
 from brim_services.invariants import check_invariants
-from brim_services.stack import EXAMPLE, STAGE_WORKERS, Ports, Stack
+from brim_services.stack import EXAMPLE, EXAMPLE_APP, STAGE_WORKERS, Ports, Stack, with_files
 from brim_services.summary import Summary
 from brim_services.supervise import ChildDied, Command, Supervisor, termination_requested
 
@@ -63,10 +63,10 @@ class Demo:
         self.ignore_memory = ignore_memory
         self.as_json = as_json
         self.console = Console(stderr=as_json)
-        self.folder = Path(tempfile.mkdtemp(prefix="brim-demo-"))
         self.began_at = time.monotonic()
         self.peak_measured_mib: dict[str, int] = {}
-        settings = Settings()
+        settings = with_files(Settings(), EXAMPLE_APP)
+        self.folder = Path(tempfile.mkdtemp(prefix="brim-demo-"))
         self.settings = settings.model_copy(update={"agent": settings.agent.model_copy(update={"drain_grace_s": 5.0})})
 
     def run(self) -> int:

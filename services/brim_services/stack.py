@@ -11,9 +11,10 @@ from urllib.request import urlopen
 
 import redis
 
-from brim.settings import Settings
+from brim.settings import DEFAULT_TABLE, PolicyChoice, Resources, Settings
 from brim.store import Store
 from brim_services import embedded
+from brim_services.resources import load_table
 from brim_services.supervise import Backoff, Command, Supervisor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vision"
@@ -38,6 +39,19 @@ class Ports:
     def preferred(cls, redis: int, flower: int, monitor: int) -> Ports:
         """These, each replaced by a free one where it is taken or 0."""
         return cls(*map(embedded.preferred_port, (redis, flower, monitor)))
+
+
+def with_files(settings: Settings, app: str) -> Settings:
+    """Settings whose files can be read; the example brings its table along to where there is none.
+
+    Raises `ConfigurationError` or `TableError`, before anything is started.
+    """
+    table = settings.resources.table
+    if app == EXAMPLE_APP and table == DEFAULT_TABLE and not table.exists():
+        settings = settings.model_copy(update={"resources": Resources(table=EXAMPLE_TABLE)})
+    load_table(settings)
+    PolicyChoice.load(settings.placement.policy_file)
+    return settings
 
 
 class Stack:

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from brim.gpu.probe import NodeFault, open_probe
-from brim.settings import DEFAULT_TABLE, Metrics, PolicyChoice, Resources, Settings
+from brim.settings import Metrics, Settings
 from brim_services.embedded import preferred_port
-from brim_services.resources import load_table
-from brim_services.stack import EXAMPLE_APP, EXAMPLE_TABLE, Ports, Stack
+from brim_services.stack import EXAMPLE_APP, Ports, Stack, with_files
 from brim_services.supervise import Backoff, ChildDied, Supervisor, termination_requested
 
 SIMULATED = "sim:4x24GiB"
@@ -42,22 +41,9 @@ def _metrics(chosen: Metrics) -> Metrics:
     return chosen.model_copy(update=ports)
 
 
-def _files(settings: Settings, app: str) -> Settings:
-    """Settings whose files can be read; the example brings its table along to where there is none.
-
-    Raises `ConfigurationError` or `TableError`, before anything is started.
-    """
-    table = settings.resources.table
-    if app == EXAMPLE_APP and table == DEFAULT_TABLE and not table.exists():
-        settings = settings.model_copy(update={"resources": Resources(table=EXAMPLE_TABLE)})
-    load_table(settings)
-    PolicyChoice.load(settings.placement.policy_file)
-    return settings
-
-
 def up(settings: Settings, folder: Path, ports: Ports, *, app: str = EXAMPLE_APP, as_json: bool) -> int:
     """Start the stack with a Celery app's workers, print its addresses, keep it running; the exit code."""
-    settings = _files(settings, app)
+    settings = with_files(settings, app)
     console = Console(stderr=as_json)
     backoff = Backoff(settings.agent.restart_backoff_s, settings.agent.restart_backoff_max_s)
     settings = settings.model_copy(update={"metrics": _metrics(settings.metrics)})
