@@ -36,7 +36,7 @@ from brim.core.model import AttemptView, Demand, Device, Reason, State
 from brim.core.placement import Cluster
 from brim.core.placement.cluster import Site
 from brim.core.placement.fit import capacity_mib, node_shortage, place_name, shortage
-from brim.core.profiles import Profile, ResourceTable
+from brim.core.profiles import MAX_MIB, Profile, ResourceTable
 from brim.settings import Settings
 from brim.store import Store
 from brim.store.codec import EPOCH_S, PRIORITY_STEP
@@ -68,6 +68,14 @@ class Trouble:
     reason: Reason
 
 
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """An item that no executor could compute even alone, on any device: since when that is known, and why."""
+
+    since_s: float
+    reason: Reason
+
+
 class Batches:
     """Level 1 and the model executors as the active placement sees them."""
 
@@ -86,6 +94,8 @@ class Batches:
         """What the table says of each model."""
         self._profiles: dict[str, Profile] = {}
         self._troubles: dict[ModelKey, Trouble] = {}
+        self._unfit: dict[str, Unfit] = {}
+        """By task id."""
 
     # -- mirroring -------------------------------------------------------------------------------------------
 
@@ -146,18 +156,48 @@ class Batches:
             gone.setdefault(window.lane, []).append(refusal.item.id)
         return gone
 
-    def refuse(self, epoch: int, windows: Iterable[LaneWindow]) -> dict[str, list[str]]:
-        """Dead-letters items that no batch can hold any more, as intake would now; their ids, by lane."""
+    def refuse(self, epoch: int, windows: Sequence[LaneWindow], cluster: Cluster, now_s: float) -> dict[str, list[str]]:
+        """Dead-letters items that no batch can hold any more, as intake would now, and those that no device has had
+        the memory for in ``intake.unfit_grace_s``; their ids, by lane.
+        """
+        self.look_for_unfit(windows, cluster, now_s)
+        grace_s = self.settings.intake.unfit_grace_s
         gone: dict[str, list[str]] = {}
         for window in windows:
             profile = self._profile(window)
             if window.key is None or profile is None:
                 continue
             for task_id, _, _ in window.waiting:
-                if (reason := profile.beyond_batches(window.sizes.get(task_id, 1.0))) is not None:
+                reason = profile.beyond_batches(window.sizes.get(task_id, 1.0))
+                unfit = self._unfit.get(task_id)
+                if reason is None and unfit is not None and now_s - unfit.since_s >= grace_s:
+                    reason = unfit.reason
+                if reason is not None:
                     self.store.close(task_id, State.DEAD, reason, [State.WAITING], epoch=epoch)
                     gone.setdefault(window.lane, []).append(task_id)
         return gone
+
+    def look_for_unfit(self, windows: Iterable[LaneWindow], cluster: Cluster, now_s: float) -> None:
+        """Notes which items no device has the memory for: others must not wait for what these would need."""
+        found: dict[str, Unfit] = {}
+        largest_mib: dict[str, int] = {}
+        for window in windows:
+            profile = self._profile(window)
+            if window.key is None or profile is None or not window.waiting:
+                continue
+            if window.task not in largest_mib:
+                able = (capacity_mib(device) for _, device in _able(cluster, profile, window.task))
+                largest_mib[window.task] = max(able, default=MAX_MIB)
+            most_mib = largest_mib[window.task]
+            items = list(_items(window))
+            if footprint(profile, [max(item.size for item in items)]).alone_mib <= most_mib:
+                continue
+            for item in items:
+                if (need_mib := footprint(profile, [item.size]).alone_mib) > most_mib:
+                    known = self._unfit.get(item.id)
+                    reason = _too_large(window.key.model, need_mib, most_mib)
+                    found[item.id] = Unfit(known.since_s if known else now_s, reason)
+        self._unfit = found
 
     def settle(
         self, epoch: int, windows: Sequence[LaneWindow], short: Iterable[Want], cluster: Cluster, now_s: float
@@ -248,13 +288,16 @@ class Batches:
             if self._profile(window) is None:
                 message = f"the table's profile of {window.task} does not batch it (any more)"
                 found[window.lane] = Reason("not_batched", message)
+            elif (unfit := self._unfit.get(window.waiting[0][0])) is not None:
+                found[window.lane] = unfit.reason
             elif (served := self._served(window.key.model)) is not None:
                 found[window.lane] = served
             else:
                 unserved.append(window)
         for want, trouble in self._wants(unserved, cluster, now_s):
             reason = trouble or _unserved(want, cluster)
-            found.update((w.lane, reason) for w in unserved if w.key is not None and w.key.model == want.model)
+            lanes = (w.lane for w in unserved if w.key is not None and w.key.model == want.model)
+            found.update(dict.fromkeys(lanes, reason))
         return found
 
     # -- explaining ------------------------------------------------------------------------------------------
@@ -266,15 +309,16 @@ class Batches:
 
     def need(self, key: BatchKey, size: float, windows: Sequence[LaneWindow], cluster: Cluster) -> Want:
         """What a new executor of a model would want for what waits, or for one item of this size if nothing does."""
-        own = [window for window in windows if window.key is not None and window.key.model == key.model]
-        for want, _ in self._wants(own, cluster, 0.0):
-            return want
         profile = self.profile_of(key.task)
         assert profile is not None
         assert profile.batch is not None
-        alone = footprint(profile, [size])
+        own = footprint(profile, [size])
+        same = [window for window in windows if window.key is not None and window.key.model == key.model]
+        for want, _ in self._wants(same, cluster, 0.0):
+            if want.alone_mib >= own.alone_mib:
+                return want
         able = frozenset(device.uuid for _, device in _able(cluster, profile, key.task))
-        sizes = (alone.alone_mib, alone.least_mib, alone.full_mib)
+        sizes = (own.alone_mib, own.least_mib, own.full_mib)
         return Want(key.model, 0.0, 0.0, *sizes, able, profile.batch.max_executors)
 
     # -- snapshot --------------------------------------------------------------------------------------------
@@ -342,6 +386,7 @@ class Batches:
             assert profile is not None
             assert profile.batch is not None
             items = sorted((item for lane in lanes for item in _items(lane)), key=lambda item: item.order)
+            items = [item for item in items if item.id not in self._unfit] or items
             need = footprint(profile, [item.size for item in items])
             oldest_s = min(lane.waiting[0][2] for lane in lanes)
             able = frozenset(device.uuid for site, device in _able(cluster, profile, lanes[0].task))
@@ -512,11 +557,17 @@ def _unserved(want: Want, cluster: Cluster) -> Reason:
         return Reason("no_worker", f"no device may run {want.model}: its task is not registered there")
     able = [device for site in cluster for device in site.devices if device.uuid in want.devices]
     largest_mib = max(capacity_mib(device) for device in able)
+    if want.model is not None and want.alone_mib > largest_mib:
+        return _too_large(want.model, want.alone_mib, largest_mib)
     needs = f"a model executor of {want.model} needs {want.alone_mib} MiB"
-    if want.alone_mib > largest_mib:
-        return Reason("too_large", f"{needs}, and the largest device has {largest_mib}")
     free_mib = max(device.available_mib for device in able)
     return Reason("memory", f"{needs}, {want.least_mib} to be useful, and at most {free_mib} are free")
+
+
+def _too_large(model: ModelKey, need_mib: int, largest_mib: int) -> Reason:
+    """Why no device can ever take an executor of the model that computes an item alone."""
+    needs = f"a model executor of {model} needs {need_mib} MiB"
+    return Reason("too_large", f"{needs}, and the largest device has {largest_mib}")
 
 
 def _takes(view: ExecutorView, cluster: Cluster) -> bool:

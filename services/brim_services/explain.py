@@ -93,6 +93,7 @@ def batch_explanation(store: Store, settings: Settings, record: Record) -> Batch
     chosen = choices(key, item, [batches.executor_of(_without(view, item.id)) for view in views])
     by_name = {view.name: view for view in views}
     executors = [_resident(by_name[choice.executor], item.id, choice.obstacle, cluster) for choice in chosen]
+    batches.look_for_unfit(mirror.batch_windows(), cluster, 0.0)
     want = batches.need(key, batched.size, mirror.batch_windows(), cluster)
     sites = [
         Site(place_name(device), device.uuid, obstacle(want, profile, record.task, site, device, cluster))

@@ -444,9 +444,9 @@ class PlacementService:
         self._check_books()
 
     def _refuse_items(self) -> None:
-        """Ends items that the table has no batch for any more; of very many, the rest the next time."""
+        """Ends items that no batch or no device can hold; of very many, the rest the next time."""
         for _ in range(REFUSING):
-            gone = self.batches.refuse(self.epoch, self.mirror.batch_windows())
+            gone = self.batches.refuse(self.epoch, self.mirror.batch_windows(), self.mirror.cluster, self._now_s())
             for lane, ids in gone.items():
                 for task_id in ids:
                     self.mirror.drop(lane, task_id)
@@ -496,7 +496,7 @@ class PlacementService:
             self.store.close(task_id, State.EXPIRED, EXPIRED, NOT_RUNNING, epoch=self.epoch)
 
     def _bury_unfit(self) -> None:
-        """Dead-letters tasks that no device could ever take, once they have had their grace.
+        """Dead-letters tasks that no device could ever take, once they have had their grace; items one by one.
 
         The grace also runs from when the last device that was large enough went away: it may only be restarting.
         """
@@ -505,7 +505,7 @@ class PlacementService:
         self._unfit_since = {lane: self._unfit_since.get(lane, now_s) for lane in unfit}
         for lane, since_s in self._unfit_since.items():
             window = self.mirror.lanes.get(lane)
-            for task_id, _, admitted_s in window.waiting if window else ():
+            for task_id, _, admitted_s in window.waiting if window and window.key is None else ():
                 if now_s - max(since_s, admitted_s) >= grace_s:
                     self.store.close(task_id, State.DEAD, unfit[lane], [State.WAITING], epoch=self.epoch)
 

@@ -37,6 +37,7 @@ profiles:
   embed: {model: enc, weights_mib: 1000, batch: {max_items: 4, per_unit_mib: 10, max_executors: 2, level1_limit: 6}}
   embed.v2: {model: enc, version: "2", weights_mib: 1000, batch: {max_items: 4, keep_warm_s: 0}}
   words: {model: lm, weights_mib: 3000, batch: {max_items: 8, volume: len(text), max_volume: 64, shape_bucket: s}}
+  wide: {model: wide, batch: {max_items: 4, volume: len(text), max_volume: 64, per_unit_mib: 200, max_executors: 1}}
   huge: {model: huge, weights_mib: 90GiB, batch: {max_items: 2}}
   plain: {vram: 3000}
 """
@@ -272,6 +273,19 @@ def test_items_that_wait_and_are_too_large_for_a_changed_table_are_refused_as_at
     with pytest.raises(TaskRejected, match="above_bound"):
         town.app.AsyncResult(large[0]).get(timeout=5)
     assert town.record(small).state is State.WAITING
+
+
+@pytest.mark.parametrize("order", ["large first", "small first"])
+def test_an_item_that_no_device_could_compute_takes_no_other_with_it(town: Town, order: str) -> None:
+    kinds = (60, 20) if order == "large first" else (20, 60)
+    ids = {size: town.app.send_task("wide", kwargs=text(size, 0), queue="brim.intake").id for size in kinds}
+    town.step()
+    town.placement._housekeeping_s = -1e9
+    town.step()
+    assert town.record(ids[60]).state is State.DEAD
+    assert "too_large" in str(town.record(ids[60]).reason)
+    town.bring_up("n1.0.wide")
+    assert town.held("n1.0.wide") == {ids[20]}
 
 
 def test_a_dead_executor_s_items_wait_again_and_only_sealed_ones_count_it(town: Town) -> None:
