@@ -257,6 +257,20 @@ class TestPromise:
         assert [placement.task_id for placement in later.placements] == ["small-5"]
         assert list(later.promises) == ["big-1"]
 
+    def test_wakes_whoever_slept_because_of_it_in_the_plan_in_which_it_ends(self):
+        # given: node a is promised to the big task, so that nothing of the small one's fits there beside it
+        middle, chosen = Demand(6 * GIB, gpu_models=("T4",)), planner(promises=1)
+        made = [device("a", model="T4", committed_mib=12 * GIB), device("b", committed_mib=23 * GIB)]
+        cluster = cluster_of(made)
+        queue = [lane("big", BIG, 1), lane("middle", middle, 2)]
+        first = chosen.plan(cluster, queue, 1.0)
+        assert first.promises["big-1"].node == "a" and not first.placements
+        # when another node can take the big one alone
+        cluster.update(device("b"))
+        later = chosen.plan(cluster, queue, 2.0, first.promises)
+        # then the other one starts where it was kept out
+        assert [(start.task_id, start.node) for start in later.placements] == [("big-1", "b"), ("middle-2", "a")]
+
     def test_goes_where_the_fewest_attempts_must_end(self):
         full = [device("a", committed_mib=12 * GIB, busy=3), device("b", committed_mib=16 * GIB, busy=1)]
         plan = planner().plan(cluster_of(full), [lane("big", BIG, 1)], 5.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +38,8 @@ DRIFT = 0.05
 """They are computed anew once so much of the mix (total variation) has moved."""
 
 
-class Spot(NamedTuple):
+@dataclass(slots=True)
+class Spot:
     """The best place for a class: devices (by position) of a node, and its score."""
 
     node: str
@@ -119,8 +119,11 @@ class Board:
             self._forget()
         while self._changed:
             name, bits = self._changed.popitem()
-            if name in self._places and not self._read(name, bits):
-                self._start()
+            place = self._places.get(name)
+            if place is not None:
+                site = self._views.get(name) or cluster[name]
+                if site is not self._sites[place] and not self._read(place, site, bits):
+                    self._start()
 
     def veil(self, name: str, view: Site | None) -> None:
         """Let the board see another site than the cluster's at this node; None lifts the veil."""
@@ -153,7 +156,7 @@ class Board:
         """The best place for the class as things stood at the last `refresh`; None if it fits nowhere."""
         if not self._names:
             return None
-        line, tries = self._scores[row], 0
+        line, tries = self._lines[row], 0
         place = int(line.argmax())
         score = line.item(place)
         while score >= NONE and ram_mib and ram_mib > self._ram.item(place):
@@ -166,7 +169,7 @@ class Board:
             return None
         column = self._columns[place]
         if row >= len(column.scores):
-            self._read(self._names[place])
+            self._read(place, self._site(self._names[place]))
             column = self._columns[place]
         found, gpus = self._readings[place].found, self._gpus[row]
         if column.runs is not None and row in column.runs:
@@ -214,6 +217,8 @@ class Board:
         self._shares = dict(shares)
         self._mix_version = self.mix.version
         number = len(self._names)
+        self._sites: list[Site | None] = [None] * number
+        """As they were read last."""
         self._readings: list[Reading] = [Reading((), (), 0)] * number
         self._columns: list[_Column] = [_Column(np.zeros(0, np.int32), [])] * number
         self._shape: list[tuple[Shape | None, Form]] = [(None, Form((), 0, (0,)))] * number
@@ -222,10 +227,11 @@ class Board:
         self._ram = np.zeros(number, dtype=np.int64)
         rows = 1 << max(4, len(self._classes).bit_length())
         self._scores = np.full((rows, number), NOWHERE, dtype=np.int32)
+        self._lines = list(self._scores)
         self._group()
         self._changed.clear()
-        for name in self._names:
-            self._read(name)
+        for place, name in enumerate(self._names):
+            self._read(place, self._site(name))
         self._forget()
 
     def _forget(self) -> None:
@@ -244,11 +250,9 @@ class Board:
         moved += sum(share for demand, share in self._shares.items() if demand not in now)
         return moved / 2 > DRIFT
 
-    def _read(self, name: str, changed: int = EVERYTHING) -> bool:
+    def _read(self, place: int, site: Site, changed: int = EVERYTHING) -> bool:
         """Bring one site's column up to date; False if the site's shape has not been seen before."""
-        view = self._views.get(name)
-        site = self.cluster[name] if view is None else view
-        place = self._places[name]
+        self._sites[place] = site
         known, form = self._shape[place]
         if site.shape is not known:
             found = self._forms.get(site.shape)
@@ -325,6 +329,7 @@ class Board:
         self._group()
         if row == len(self._scores):
             self._scores = np.concatenate([self._scores, np.full_like(self._scores, NOWHERE)])
+            self._lines = list(self._scores)
         if self._names:
             runs = key[0].gpus > 1
             trial = Trial(self._tabulate([row]), self._everywhere(apart=runs), self.outlook, runs=runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final
 
 from brim.core.model import Demand, Device, Node
 from brim.core.placement.fit import capacity_mib, claim_mib, milli
@@ -29,12 +29,13 @@ class Shape:
     """(model, digest of registered tasks, capacity in MiB) of each."""
 
 
-class Site(NamedTuple):
-    """A worker server and its devices (by index) at one moment; a change makes a new one."""
+@dataclass(slots=True)
+class Site:
+    """A worker server and its devices (by index) at one moment; a value like them, a change makes a new one."""
 
-    node: Node
-    devices: tuple[Device, ...]
-    shape: Shape
+    node: Final[Node]
+    devices: Final[tuple[Device, ...]]
+    shape: Final[Shape]
 
     @classmethod
     def of(cls, node: Node, devices: Iterable[Device]) -> Site:
@@ -99,8 +100,10 @@ class Cluster:
         self._sites: dict[str, Site] = {}
         self._home: dict[str, str] = {}
         self._ordered: tuple[str, ...] | None = None
-        self._journal: list[tuple[Site, int]] = []
-        """Sites as they were before each reservation, and which devices it changed."""
+        self._journal: list[tuple[Site, int, Collection[int], Demand]] = []
+        """Sites as they were before each reservation, which devices it changed, and the reservation."""
+        self._undone: dict[int, tuple[Site, Collection[int], Demand, Site]] = {}
+        """What was taken back last, with the sites before and after; by the identity of the one before."""
         self._watchers: list[Changes] = []
 
     def __iter__(self) -> Iterator[Site]:
@@ -199,8 +202,13 @@ class Cluster:
         site, bits = self._sites[node], 0
         for position in positions:
             bits |= 1 << position
-        self._journal.append((site, bits))
-        self._put(site.holding(positions, demand), bits)
+        self._journal.append((site, bits, positions, demand))
+        undone = self._undone.get(id(site)) if self._undone else None
+        if undone is not None and undone[1] == positions and undone[2] == demand:
+            held = undone[3]
+        else:
+            held = site.holding(positions, demand)
+        self._put(held, bits)
 
     def release(self, node: str, positions: Iterable[int], claims_mib: Iterable[int], demand: Demand) -> None:
         """An attempt that held these amounts has ended; this settles all earlier reservations."""
@@ -210,9 +218,15 @@ class Cluster:
         self._put(self._sites[node].without(positions, claims_mib, demand), bits)
 
     def undo(self, steps: int = 1) -> None:
-        """Take back the last reservations; nothing else may have changed in between."""
+        """Take back the last reservations; nothing else may have changed in between.
+
+        What is held in the same way again is the same site again, so that whoever has looked at it need not do so anew.
+        """
+        self._undone.clear()
         for _ in range(steps):
-            self._put(*self._journal.pop())
+            site, bits, positions, demand = self._journal.pop()
+            self._undone[id(site)] = site, positions, demand, self._sites[site.node.name]
+            self._put(site, bits)
 
     def settle(self) -> None:
         """Keep every reservation made so far; they can no longer be undone."""

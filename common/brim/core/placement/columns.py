@@ -19,6 +19,8 @@ from brim.core.placement.trial import NOWHERE, Scores
 REMEMBERED = 5_000
 """Groups that are remembered; when there are more, all are forgotten."""
 
+_SCORE = np.dtype(np.int32)
+
 
 class Group(NamedTuple):
     """What K classes would do to a group of devices that are alike."""
@@ -46,6 +48,8 @@ class _Host:
     """The least of these."""
     fed_now: float
     """What the steps are worth that could be free now without being stranded."""
+    claims_fed: dict[int, Floats]
+    """By sort of server, [K] what a class is worth by what it holds, and ``fed``."""
 
 
 class Columns:
@@ -55,6 +59,10 @@ class Columns:
         self._classes = classes
         self._step_mib = outlook.step_mib
         self._worth = worth
+        kinds = range(len(outlook.kinds))
+        suited = [(outlook.suits[:, kind].tobytes(), classes.suits[:, kind].tobytes()) for kind in kinds]
+        self._alike = [suited.index(each) for each in suited]
+        """Of each kind, the first one that is alike in all that counts."""
         self._able = classes.whole is None
         """A class that holds all of a device holds what differs from group to group."""
         self._several = min((need for need, _ in worth.several), default=STEPS + 1)
@@ -76,11 +84,11 @@ class Columns:
     def column(self, reading: Reading, form: Form) -> tuple[Scores, list[Group], list[int]]:
         """[K] scores at one site, whatever CPU the classes need; its groups, and where they begin in the reading."""
         kinds, cpu = form.kinds, reading.cpu // CPU_GRAIN * CPU_GRAIN
-        host = self._hosts.get(cpu) or self._host(cpu)
+        host, known, alike = self._hosts.get(cpu) or self._host(cpu), self._groups, self._alike
         groups, starts, start = [], [], 0
         for code, kind, count in reading.groups(kinds if len(form.present) > 1 else None):
-            key = cpu, code, kinds[0] if kind is None else kind, count
-            groups.append(self._groups.get(key) or self._group(host, *key))
+            key = cpu, code, alike[kinds[0] if kind is None else kind], count
+            groups.append(known.get(key) or self._group(host, *key))
             starts.append(start)
             start += count
         first, *others = groups or [self._none]
@@ -88,12 +96,19 @@ class Columns:
         for group in others:
             change, rest, free = np.maximum(change, group.change), rest + group.rest, free + group.free
         total = change + rest
-        total += self._claims[form.sort]
-        free_worth = self._worth.unstranded * free
-        stranded = max(free_worth - host.fed_now, 0.0)
-        if stranded or free_worth > host.least_fed:
-            total -= np.maximum((free_worth - stranded) - host.fed, -stranded)
-        return np.floor(total, out=total).astype(np.int32), groups, starts
+        claims, free_worth = self._claims[form.sort], self._worth.unstranded * free
+        if free_worth <= host.least_fed and free_worth <= host.fed_now:
+            total += claims
+        else:
+            # What is stranded now, less what would be then.
+            claims_fed = host.claims_fed.get(form.sort)
+            if claims_fed is None:
+                claims_fed = host.claims_fed[form.sort] = claims + host.fed
+            if free_worth > host.fed_now:
+                claims = claims + (free_worth - host.fed_now)
+                free_worth = host.fed_now
+            total += np.minimum(claims_fed - free_worth, claims)
+        return np.floor(total, out=total).astype(_SCORE), groups, starts
 
     def _group(self, host: _Host, cpu: int, code: int, kind: int, count: int) -> Group:
         """A group of so many devices of this kind and code, on a server with so much free CPU."""
@@ -137,5 +152,6 @@ class Columns:
             worth_fed,
             float(worth_fed.min(initial=np.inf)),
             weight * float(fed.feeds_now[0]),
+            {},
         )
         return found

@@ -128,6 +128,8 @@ class _Veil:
 
     promise: Promise
     site: Site
+    holds: bool = True
+    """Whether it can still be held; if not, the next plan gives it up."""
     vain: set[Board] = field(default_factory=set)
     """By whose rule the promised task has been tried there, and did not fit."""
 
@@ -264,10 +266,12 @@ class _Pass:
         """By place, how many of the lane's tasks have been placed."""
         self.scores = self.heads.scores.copy()
         """[L] of the heads that there are now."""
-        self.turns: Bools = none
-        """[L] lanes whose heads may still start."""
-        self.sleepers: Bools = none
+        self.asleep: Bools = none
         """[L] lanes that fitted nowhere before something changed since the last plan."""
+        self.coming: Bools = ~none
+        """[L] lanes whose turn has not come yet."""
+        self.turns: Bools = none
+        """[L] of these, the ones whose heads may start."""
         self.eager: Bools = none.copy()
         """[L] lanes whose heads are promised a node that has changed since they were tried there."""
         self.tried: list[int] = []
@@ -285,6 +289,8 @@ class _Pass:
         self._keep(promises)
         for board in self.memory.boards:
             board.refresh()
+        if self.memory.fitting() is not None:
+            self.asleep = self.memory.asleep
         self._wake()
         while True:
             turn, due = self._first(self.turns), self._due()
@@ -294,8 +300,7 @@ class _Pass:
                 self._turn(turn)
             else:
                 break
-        tried = [place for place in self.tried if not self.sleepers[place]]
-        self.memory.sleep(self.sleepers | self.memory.asleep, tried)
+        self.memory.sleep(self.asleep, [place for place in self.tried if not self.asleep[place]])
         if reasons:
             self._explain()
         self.cluster.undo(len(self.plan.placements))
@@ -312,36 +317,27 @@ class _Pass:
         return self.heads.lanes[place].waiting[self.passed.get(place, 0)]
 
     def _wake(self) -> None:
-        """Tell apart which heads may start; of those that sleep on it is certain that they cannot."""
-        memory, fitting = self.memory, self.memory.fitting()
-        if fitting is None:
-            memory.asleep = np.zeros_like(memory.asleep)
-        else:
-            self.sleepers = memory.asleep & fitting
-            memory.asleep &= ~fitting
-        self.turns = ~memory.asleep | self.eager
+        """Tell apart whose turn comes; of those that sleep on it is certain that they cannot start."""
+        fitting = self.memory.fitting() if self.asleep.any() else None
+        self.turns = self.coming.copy() if fitting is None else self.coming & (fitting | self.eager | ~self.asleep)
 
     def _turn(self, place: int) -> None:
         """Start a lane's head if it fits; the next one's turn may come later."""
-        lane, free = self.heads.lanes[place], self._free()
+        lane, free, score = self.heads.lanes[place], self._free(), self.scores[place]
         if not self._start(place, lane, self._head(place)):
-            self.turns[place] = False
+            self.coming[place] = self.turns[place] = False
             self.tried.append(place)
             return
+        self.coming &= self.scores >= score
+        self.coming[:place] &= self.scores[:place] > score
         passed = self.passed[place] = self.passed.get(place, 0) + 1
         if passed < len(lane.waiting):
             self.scores[place] = lane.waiting[passed].score
         else:
-            self.turns[place], self.spent[place] = False, True
+            self.coming[place], self.spent[place] = False, True
         if self._free() > free:
             self.vain[:] = False
-        self._doze()
-
-    def _doze(self) -> None:
-        """Let those heads sleep on that could have started before the last placement."""
-        fitting = self.memory.fitting() if self.sleepers.any() else None
-        if fitting is not None:
-            self.turns &= fitting | self.eager | ~self.sleepers
+        self._wake()
 
     # -- promises kept -----------------------------------------------------------------------------------------
 
@@ -365,6 +361,8 @@ class _Pass:
                 if not promise.holds(site):
                     continue
                 veil = self._veil(node, promise)
+            elif not veil.holds:
+                continue
             changed.discard(node)
             kept[head] = promise
             self.promised[place] = True
@@ -411,7 +409,7 @@ class _Pass:
                 if promise.node == spot.node:
                     joined = promise.joined(Beside(head.task_id, devices, lane.demand))
                     self.plan.promises[task_id] = joined
-                    self._veil(spot.node, joined)
+                    self._veil(spot.node, joined).holds = joined.holds(self.cluster[spot.node])
                     break
         if kept is not None:
             self.promised[place] = False

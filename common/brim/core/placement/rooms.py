@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from operator import mul
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,7 +33,8 @@ FEED_GRAIN = 2.0**-20
 """Steps that CPU can feed are rounded to multiples of this; see `brim.core.placement.outlook.GRAIN`."""
 
 
-class Reading(NamedTuple):
+@dataclass(slots=True)
+class Reading:
     """What decides about a site's scores: its open devices by rising free memory, and its free CPU."""
 
     found: Sequence[int]
