@@ -264,7 +264,8 @@ class TestPromise:
         cluster = cluster_of(made)
         queue = [lane("big", BIG, 1), lane("middle", middle, 2)]
         first = chosen.plan(cluster, queue, 1.0)
-        assert first.promises["big-1"].node == "a" and not first.placements
+        assert first.promises["big-1"].node == "a"
+        assert not first.placements
         # when another node can take the big one alone
         cluster.update(device("b"))
         later = chosen.plan(cluster, queue, 2.0, first.promises)
