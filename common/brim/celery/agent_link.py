@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache, lru_cache
 from typing import Any, Self
 
 from celery.signals import worker_process_init, worker_ready
@@ -23,6 +24,12 @@ from brim.gpu.process import proc_id
 
 GREETING_TIMEOUT_S = 5.0
 """How long a greeting waits for an agent that is too busy to take it."""
+
+OVER_TIMEOUT_S = 0.05
+"""The same of an end. The kernel keeps ten notices."""
+
+HEARD_EVERY_S, HEARD_AT_ONCE = 0.02, 5
+"""How often an agent that will look soon hears its workers; more often where more notices than this would gather."""
 
 MAX_BYTES = 512
 
@@ -114,11 +121,11 @@ class WorkerSide:
         worker_process_init.connect(self._on_process_init, weak=False, dispatch_uid="brim.agent_link.executor")
 
     def changed(self, over: str = "") -> None:
-        """Have the agent look now; never waits, and does nothing where no agent listens.
+        """Have the agent look now; hardly ever waits, and does nothing where no agent listens.
 
         ``over``: the attempt that has just been ended, or given back to be placed again.
         """
-        self._tell(Event.CHANGED, 0.0, over)
+        self._tell(Event.CHANGED, OVER_TIMEOUT_S if over else 0.0, over)
 
     def _on_ready(self, **_: Any) -> None:
         self._tell(Event.READY, GREETING_TIMEOUT_S)
@@ -127,10 +134,20 @@ class WorkerSide:
         self._tell(Event.EXECUTOR, GREETING_TIMEOUT_S)
 
     def _tell(self, event: Event, timeout_s: float, over: str = "") -> None:
-        text = f"{event} {self._identity.boot} {proc_id()} {over}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel, suppress(OSError):
-            channel.settimeout(timeout_s)
-            channel.sendto(text.encode(), f"\0{self._identity.agent}")
+        text = f"{event} {self._identity.boot} {_proc_of(os.getpid())} {over}"
+        with suppress(OSError):
+            _channel(timeout_s).sendto(text.encode(), f"\0{self._identity.agent}")
+
+
+_proc_of = lru_cache(maxsize=1)(proc_id)
+
+
+@cache
+def _channel(timeout_s: float) -> socket.socket:
+    """A socket to say things through that lives as long as this process, for there is one notice for each task."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    channel.settimeout(timeout_s)
+    return channel
 
 
 class Listener:

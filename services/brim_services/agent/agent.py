@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 from celery import Celery
 
-from brim.celery.agent_link import Event, Listener
+from brim.celery.agent_link import HEARD_AT_ONCE, HEARD_EVERY_S, Event, Listener
 from brim.celery.attempts import place_again_with_more
 from brim.celery.plugin import registration
 from brim.core.model import AttemptView, Reason, gpu_queue
@@ -50,8 +51,8 @@ log = logging.getLogger("brim.agent")
 
 LOOK_S = 0.25
 """Longest time between two looks."""
-HURRY_S = 0.1
-"""Shortest time between two looks, however much happens."""
+HURRY_S, REST = 0.1, 20
+"""Shortest time between two looks, however much happens; also, in times of what the look before took."""
 AWAY_S = 1.0
 """Between two tries while Redis is away."""
 REMEMBERED = 4096
@@ -123,6 +124,8 @@ class Agent:
         self._draining_since: float | None = None
         self._in_use = True
         self._changed = False
+        self._hurry_s = HURRY_S
+        self._nap_s, self._heard_at = HEARD_EVERY_S, -math.inf
         self._looked_at = self._renewed_at = self._reported_at = -1e9
         self._report_every_s = settings.agent.report_interval_s
         self._away = False
@@ -135,7 +138,7 @@ class Agent:
         with self.supervisor:
             self._begin()
             while not self._drained():
-                self._changed |= self.watch.wait(self._pause_s())
+                self._rest()
                 self._hear()
                 self.workers.poll()
                 if self._until_look_s() <= 0:
@@ -210,19 +213,31 @@ class Agent:
 
     # -- one round -------------------------------------------------------------------------------------------
 
+    def _rest(self) -> None:
+        """Sleep until something happens. With a look to come soon anyway, what happens meanwhile is heard together."""
+        if self._changed and self._registered and not self._away:
+            time.sleep(max(0.0, min(self._nap_s, self._pause_s())))
+            self.watch.wait(0.0)
+        else:
+            self._changed |= self.watch.wait(self._pause_s())
+
     def _pause_s(self) -> float:
         """How long to sleep if nothing happens."""
         restart_s = self.workers.next_restart_s()
         return self._until_look_s() if restart_s is None else min(self._until_look_s(), restart_s)
 
     def _until_look_s(self) -> float:
-        pause_s = AWAY_S if self._away else HURRY_S if self._changed else min(LOOK_S, self._report_every_s)
+        pause_s = AWAY_S if self._away else self._hurry_s if self._changed else min(LOOK_S, self._report_every_s)
         return self._looked_at + pause_s - time.monotonic()
 
     def _hear(self) -> None:
         """What the workers, and whoever wants this process to end, have said."""
         self.bell.listen()
-        for notice in self.listener.receive():
+        now = time.monotonic()
+        notices, since_s = self.listener.receive(), now - self._heard_at
+        self._nap_s = min(HEARD_EVERY_S, since_s * HEARD_AT_ONCE / max(1, len(notices)))
+        self._heard_at = now
+        for notice in notices:
             worker = self.workers.of_boot(notice.boot)
             if worker is None:
                 continue
@@ -242,6 +257,7 @@ class Agent:
         try:
             if self._registered:
                 self._look()
+                self._hurry_s = min(LOOK_S, max(HURRY_S, REST * (time.monotonic() - self._looked_at)))
                 self.pulse.beat()
             elif self.workers.settled:
                 self._register()
@@ -263,7 +279,7 @@ class Agent:
         self._registered = True
         self._remembered = Remembered()
         self._renewed_at = time.monotonic()
-        self._report([], begun=False)
+        self._report([], self.store.server_ms(), begun=False)
         log.info("node %s: %d devices, %d tasks", self.presence.name, len(self.devices), len(tasks))
 
     def _look(self) -> None:
@@ -280,8 +296,9 @@ class Agent:
             if attempt.proc and owner is not None:
                 self.watch.add(owner.post.name, attempt.proc)
         executors = self.residents.look(self.presence.uuids, self.workers.seen(), draining=draining)
+        now_ms = self.store.server_ms()
         sight = Sight(
-            self.store.server_ms() / 1000,
+            now_ms / 1000,
             self.workers.seen(),
             attempts,
             processes,
@@ -301,18 +318,21 @@ class Agent:
         before, self._running = self._running, {attempt.attempt for attempt in attempts if attempt.proc}
         begun = bool(self._running - before)
         if changed or actions or begun or time.monotonic() - self._reported_at >= self._report_every_s:
-            self._report(attempts, begun=begun)
+            self._report(attempts, now_ms, begun=begun)
             self._guard(attempts)
 
-    def _report(self, attempts: Sequence[AttemptView], *, begun: bool) -> None:
-        """Report memory, and these attempts' peaks; again soon if it moves, or is about to (``begun``)."""
+    def _report(self, attempts: Sequence[AttemptView], now_ms: int, *, begun: bool) -> None:
+        """Report memory, and these attempts' peaks; again soon if it moves, or is about to (``begun``).
+
+        ``now_ms``: a time by the server's clock that has passed.
+        """
         seen = self.workers.seen().values()
         executors = {
             uuid: frozenset[str]().union(*(worker.executors for worker in seen if uuid in worker.post.devices))
             for uuid in self.presence.uuids
         }
         with self.metrics.report_seconds.time():
-            moving = self.presence.report(executors) or begun
+            moving = self.presence.report(executors, now_ms) or begun
         raised = self._peaks.observe(attempts, self.presence.samples)
         self.store.sampled([(view.task_id, view.attempt, mib) for view, mib in raised])
         longest_s = self.settings.agent.report_interval_s

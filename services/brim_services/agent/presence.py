@@ -73,12 +73,12 @@ class Presence:
                 _unless_refused(self._store.set_device_state(self.name, self._boot, changed, state))
                 self._states.update(dict.fromkeys(changed, state))
 
-    def report(self, executors: Mapping[str, frozenset[str]]) -> bool:
+    def report(self, executors: Mapping[str, frozenset[str]], sampled_ms: int) -> bool:
         """Sample the devices' memory and that of their executors, and publish it; notes `faults`.
 
+        ``sampled_ms`` is a time by the server's clock that has passed: what ended later is not reported of.
         True if memory has moved since the report before.
         """
-        sampled_ms = self._store.server_ms()
         before, self.samples = self.samples, self._sample()
         figures = {}
         for uuid, found in self.samples.items():

@@ -42,9 +42,10 @@ class Residents:
 
         One that computes beyond its hard time limit, and has not ended itself, is killed.
         """
-        now_s = self._store.server_ms() / 1000
+        views = self._store.executors_on(uuids)
+        now_s = self._store.server_ms() / 1000 if any(view.deadline_s is not None for view in views) else 0.0
         alive = []
-        for view in self._store.executors_on(uuids):
+        for view in views:
             death = self._death(view, workers.get(post_name(view)), draining=draining)
             if death is not None:
                 self.bury(view, death)
