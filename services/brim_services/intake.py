@@ -91,6 +91,7 @@ class Intake:
         self.bells = Bells(store, self.lists, stop)
         self.metrics = IntakeMetrics()
         self.signatures: dict[str, TaskSignature] = {}
+        self._signed: dict[str, str] = {}
         self.learned = Learned(store)
         self._gpu_mib = 0
         self._stand_ins: dict[str, str] = {}
@@ -147,7 +148,9 @@ class Intake:
     def learn_signatures(self) -> None:
         """Takes over newly published signatures, and estimates tasks that waited for them or are tried again."""
         published = self.store.signatures()
-        self.signatures = {name: TaskSignature.model_validate_json(text) for name, text in published.items()}
+        if published != self._signed:
+            self.signatures = {name: TaskSignature.model_validate_json(text) for name, text in published.items()}
+            self._signed = published
         for lane in self.store.lane_depths():
             task = lane.removeprefix(UNESTIMATED)
             if lane.startswith(UNESTIMATED) and (task in self.signatures or self.table.profile(task) is None):

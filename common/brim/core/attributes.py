@@ -69,6 +69,9 @@ class EstimateError(Exception):
         return (type(self), (self.reason,))
 
 
+_MISSING: Any = object()
+
+
 class Parameter(BaseModel):
     """One parameter of a task function. A default that JSON cannot carry is published as None."""
 
@@ -128,11 +131,23 @@ class TaskSignature(BaseModel):
             ]
         )
 
+    @cached_property
+    def _defaults(self) -> dict[str, Any] | None:
+        """The default of each parameter, `_MISSING` where it has none, if all may be given by place or name."""
+        if any(parameter.kind != "positional_or_keyword" for parameter in self.parameters):
+            return None
+        return {p.name: p.default if p.has_default else _MISSING for p in self.parameters}
+
     def bind(self, task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Name every argument as the call would, defaults included; ``**kwargs`` keep their own names.
 
         Raises ``EstimateError`` (``unbindable_arguments``) if the call itself would raise ``TypeError``.
         """
+        if (defaults := self._defaults) is not None and len(args) <= len(defaults):
+            first = dict(zip(defaults, args, strict=False))
+            named: dict[str, Any] = {**defaults, **first, **kwargs}
+            if len(named) == len(defaults) and _MISSING not in named.values() and first.keys().isdisjoint(kwargs):
+                return named
         try:
             call = self.inspected.bind(*args, **kwargs)
         except TypeError as error:
