@@ -149,7 +149,8 @@ class Attempts:
         pause_s = 0.0
         while True:
             try:
-                time.sleep(pause_s)
+                if pause_s:  # even a sleep of nothing gives the processor away
+                    time.sleep(pause_s)
                 return call()
             except SoftTimeLimitExceeded:
                 # It was meant for the task's function, which does not run now; the script may be asked twice.

@@ -34,7 +34,7 @@ from .model_executor import LOOK_S, ModelExecutor
 
 log = get_logger("brim.worker")
 
-EVENTS_S = 0.05
+EVENTS_S = 0.1
 """How long a worker gathers events: sending one costs as much as sending all."""
 
 NOT_OURS = (Ignore, Retry, WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)
