@@ -210,8 +210,8 @@ def _loss(attempt: AttemptView, sight: Sight, doomed: set[str], calls: Iterable[
 def _passed(sight: Sight, memory: Remembered) -> dict[str, float]:
     """Attempts that no worker has taken, though one that was placed after them has been, and since when that is known.
 
-    Queues are first in, first out, and a device's one worker claims each message before it fetches the next: what is
-    passed over has lost its message. A claimed one has not: it may be in the pipe of a pool process that is starting.
+    Queues are first in, first out, and a device's one worker claims messages in the order in which it takes them: what
+    is passed over has lost its message. A claimed one has not: a pool process that is starting may have it in its pipe.
     """
     boots = {worker.boot for worker in sight.workers.values() if worker.boot and worker.post.standing}
     latest_s: dict[str, float] = {}
