@@ -2,12 +2,14 @@
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from celery.signals import worker_process_init, worker_ready
 
 from brim.celery.agent_link import Event, Listener, Notice, WorkerIdentity, WorkerSide
 from brim.gpu.process import proc_id
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -58,6 +60,20 @@ def test_a_notice_is_dropped_when_the_agent_is_gone_or_too_busy(listener: Listen
         worker.changed()
 
     assert listener.receive()[0].event == Event.CHANGED
+
+
+def test_an_end_waits_for_room(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("brim.celery.agent_link.OVER_TIMEOUT_S", 30.0)
+    worker = WorkerSide(identity(listener.address))
+    for _ in range(2000):  # more than the socket holds
+        worker.changed()
+
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(worker.changed, "1-2")
+        heard = wait_until(lambda: [n for n in listener.receive() if n.over], what="the end is heard")
+        told.result()
+
+    assert [notice.over for notice in heard] == ["1-2"]
 
 
 def test_noise_is_left_out(listener: Listener) -> None:
