@@ -8,13 +8,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from celery import Celery
 
 from brim.core.attributes import TaskSignature
 from brim.core.model import Reason
 from brim.core.profiles import Profile, ResourceTable
 from brim.gpu.probe import DeviceFault, DeviceInfo, Sample
 from brim_services import cli
-from brim_services.doctor import Finding, Level, check_clock, check_devices, check_info, missing_attributes
+from brim_services.doctor import (
+    Finding,
+    Level,
+    check_clock,
+    check_devices,
+    check_info,
+    check_tasks,
+    missing_attributes,
+)
 from support.valkey import own_server, url_of
 
 APP = """
@@ -137,7 +146,7 @@ def test_an_attribute_that_no_call_gives_is_named(doctor: Doctor) -> None:
 def test_a_table_without_any_task_of_the_app_is_named(doctor: Doctor) -> None:
     code, words = doctor(table="profiles: {shop.sew: {vram: 100}}")
     assert code == 1
-    assert "profile 'shop.sew' is the name of no task of this app: it has shop.cut" in words
+    assert "profile 'shop.sew' is the name of no task of this app: it has " in words
     assert "no task of this app has a profile" in words
 
 
@@ -164,6 +173,14 @@ def test_whole_gpus_of_executors_that_are_never_replaced_are_a_fault(
     monkeypatch.setattr(sys, "argv", ["brim", "check-config"])
     with pytest.raises(SystemExit, match="1"):
         cli.main()
+
+
+def test_a_profile_without_a_task_is_told_with_the_tasks_that_there_are() -> None:
+    table = ResourceTable.parse("profiles: {sew: {vram: 100}}", "table")
+    names = ["celery.chain", *(f"shop.t{number:02}" for number in range(25))]
+    found = next(check_tasks(Celery("shop", set_as_current=False), table, names, {}))
+    assert found.message.startswith("profile 'sew' is the name of no task of this app: it has shop.t00, shop.t01, ")
+    assert found.message.endswith("shop.t19 and 5 more")
 
 
 def test_gpus_that_were_asked_for_and_are_not_there_are_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
