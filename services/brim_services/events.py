@@ -24,6 +24,8 @@ log = logging.getLogger("brim")
 
 HEARTBEAT_S = 2.0
 FLUSH_S = 0.5
+TOGETHER = 200
+"""Events that one message carries."""
 MOST_DUE = 10_000
 """Tasks that are not told of yet; beyond it the oldest are forgotten: events promise nothing."""
 
@@ -70,7 +72,9 @@ class Events:
         }
         with (
             self._app.connection_for_write() as connection,  # type: ignore[no-untyped-call]
-            self._app.events.Dispatcher(connection, hostname=self._hostname, buffer_group={"task"}) as dispatcher,
+            self._app.events.Dispatcher(
+                connection, hostname=self._hostname, buffer_group={"task"}, buffer_limit=TOGETHER
+            ) as dispatcher,
         ):
             dispatcher.send("worker-online", loadavg=os.getloadavg(), **facts)
             rounds = 0

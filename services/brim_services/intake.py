@@ -114,7 +114,7 @@ class Intake:
             self.learned.refresh(self.table.profiles)
             self._gpu_mib = whole_gpu_mib(self.store.devices()) or self._gpu_mib
             self._learnt_s = time.monotonic()
-        self._stop.wait(max(0.0, self._unhurried_s - time.monotonic()))
+        time.sleep(max(0.0, self._unhurried_s - time.monotonic()))
         batch = self.settings.intake.batch
         seen = self.store.look(self.lists, 1 if self._full else batch)
         if due := seen.next_eta_s is not None and seen.next_eta_s <= seen.now_s:

@@ -70,7 +70,15 @@ def load_reason(value: bytes | None) -> Reason | None:
 
 def load_demand(value: bytes | str | dict[str, Any]) -> Demand:
     """A demand from JSON."""
-    fields = value if isinstance(value, dict) else json.loads(value)
+    return _demand_of(value) if isinstance(value, dict) else _load_demand(value)
+
+
+@lru_cache(maxsize=1024)
+def _load_demand(value: bytes | str) -> Demand:
+    return _demand_of(json.loads(value))
+
+
+def _demand_of(fields: dict[str, Any]) -> Demand:
     labels = tuple((key, label) for key, label in fields.pop("labels", ()))
     return Demand(**fields | {"gpu_models": tuple(fields.get("gpu_models", ())), "labels": labels})
 

@@ -173,7 +173,7 @@ class LiveSide(UserSide, Base):
             if not ended or state is None:
                 continue  # forgotten or tried again between the two reads
             waited_s = (int(placed) - int(admitted)) / 1000 if placed and admitted else None
-            asked = load_demand(json.loads(demand))
+            asked = load_demand(demand)
             ran_s = (int(ended) - int(started)) / 1000 if started and finished and not batch else None
             endings.append(
                 Ending(
