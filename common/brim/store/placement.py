@@ -28,7 +28,7 @@ from .types import Changes, Commit, CommitAnswer, LaneWindow, NodeView, Owed
 
 MOST_SEEN = 20_000
 """Batched tasks whose size is remembered; beyond it they are read anew."""
-COMMITS_AT_ONCE = 16
+COMMITS_AT_ONCE = 32
 """Placements that one call of the script commits; the server does nothing else meanwhile."""
 
 

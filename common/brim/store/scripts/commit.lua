@@ -16,27 +16,51 @@ if fenced(KEYS[1], ARGV[1]) then return {} end
 local ahead, looks, now = tonumber(ARGV[2]), ARGV[3] == '1', integer(now_ms())
 local books, placed, gone, quoted = {}, 0, {}, {}
 
-local function book_of(key)
-  local book = books[key]
-  if not book then
-    book = open_book(key)
-    books[key] = book
+local function available_mib(book)
+  return book.total - book.headroom - book.external - committed_mib(book)
+end
+
+-- The devices of a placement, by UUID.
+local function devices_of(at)
+  if ARGV[at + 8] == '1' then return { ARGV[at + 7] } end
+  local uuids = {}
+  for uuid in string.gmatch(ARGV[at + 7], '[^,]+') do uuids[#uuids + 1] = uuid end
+  return uuids
+end
+
+-- The books of a placement's devices. They are as their entries say, which are read all at once; only where nothing is
+-- available, an attempt may have the device to itself, which stands in the book.
+local function open_books(placements)
+  local uuids, keys, known = {}, {}, {}
+  for _, placement in ipairs(placements) do
+    for i, uuid in ipairs(placement.devices) do
+      if not known[uuid] then
+        known[uuid] = true
+        uuids[#uuids + 1], keys[#keys + 1] = uuid, KEYS[placement.key + 3 + i]
+      end
+    end
   end
-  return book
+  if #uuids == 0 then return end
+  for i, entry in ipairs(redis.call('HMGET', KEYS[5], unpack(uuids))) do
+    local book = entry and entry_book(keys[i], entry, {}, {})
+    if not book or available_mib(book) <= 0 then book = open_book(keys[i]) end
+    books[keys[i]] = book
+  end
 end
 
 -- Writes what has been reserved so far.
 local function settle()
-  local members = {}
+  local members, entries = {}, {}
   for _, book in pairs(books) do
-    local device = save(book, KEYS[5])
-    if device then members[#members + 1] = 'd:' .. device end
+    local device = save(book)
+    if device then
+      members[#members + 1] = 'd:' .. device
+      entries[#entries + 1], entries[#entries + 2] = device, book.entry
+    end
   end
-  if #members > 0 then redis.call('SADD', KEYS[3], unpack(members)) end
-end
-
-local function available_mib(book)
-  return book.total - book.headroom - book.external - committed_mib(book)
+  if #members == 0 then return end
+  redis.call('HSET', KEYS[5], unpack(entries))
+  redis.call('SADD', KEYS[3], unpack(members))
 end
 
 -- What a device is short of, by the same checks in the same order as brim.core.placement.fit.shortage; nil if nothing.
@@ -82,8 +106,11 @@ local function leave(lane, id)
   gone[lane] = ids
 end
 
-local function commit(record, story, lane, queue, first_book, at, milli_cpus, ram, whole)
-  local id, attempt, node, devices = ARGV[at + 1], ARGV[at + 3], ARGV[at + 6], tonumber(ARGV[at + 8])
+local function commit(placement)
+  local key, at, devices, whole = placement.key, placement.at, placement.devices, placement.whole
+  local record, story, lane, queue, first_book = KEYS[key], KEYS[key + 1], KEYS[key + 2], KEYS[key + 3], key + 4
+  local milli_cpus, ram = placement.milli_cpus, placement.ram
+  local id, attempt, node = ARGV[at + 1], ARGV[at + 3], ARGV[at + 6]
   local known = redis.call('HMGET', record, 'state', 'lane', 'head', 'tail', 'attempt', 'attempts', 'reason')
   if known[5] == attempt then return 'committed' end
   if known[1] ~= 'waiting' or known[2] ~= ARGV[at + 2] then
@@ -91,8 +118,8 @@ local function commit(record, story, lane, queue, first_book, at, milli_cpus, ra
     return 'stale'
   end
   local vram, reserved = tonumber(ARGV[at + 5]), {}
-  for i = 1, devices do
-    local book = book_of(KEYS[first_book + i - 1])
+  for i = 1, #devices do
+    local book = books[KEYS[first_book + i - 1]]
     if not book.fixed then return { 'unknown', book.key, '0' } end
     local short, mib = shortage(book, vram, whole)
     if short then
@@ -102,7 +129,7 @@ local function commit(record, story, lane, queue, first_book, at, milli_cpus, ra
     reserved[i] = book
   end
   if milli_cpus > 0 or ram > 0 then
-    local short, missing = node_shortage(KEYS[first_book + devices], node, milli_cpus, ram)
+    local short, missing = node_shortage(KEYS[first_book + #devices], node, milli_cpus, ram)
     if short then return { short, node, integer(missing) } end
   end
 
@@ -136,16 +163,19 @@ local function commit(record, story, lane, queue, first_book, at, milli_cpus, ra
   return 'committed'
 end
 
-local answers, key, at = {}, 6, 3
+local placements, answers, key, at = {}, {}, 6, 3
 while at < #ARGV do
   local milli_cpus, ram, whole = 0, 0, false
   if ARGV[at + 9] ~= '' then
     local milli, mib, wish = string.match(ARGV[at + 9], '^(%d+)|(%d+)|(%d)$')
     milli_cpus, ram, whole = tonumber(milli), tonumber(mib), wish == '1'
   end
-  answers[#answers + 1] = commit(KEYS[key], KEYS[key + 1], KEYS[key + 2], KEYS[key + 3], key + 4, at, milli_cpus, ram, whole)
-  key, at = key + 4 + ARGV[at + 8] + ((milli_cpus > 0 or ram > 0) and 1 or 0), at + 9
+  local devices = devices_of(at)
+  placements[#placements + 1] = { key = key, at = at, devices = devices, milli_cpus = milli_cpus, ram = ram, whole = whole }
+  key, at = key + 4 + #devices + ((milli_cpus > 0 or ram > 0) and 1 or 0), at + 9
 end
+open_books(placements)
+for i, placement in ipairs(placements) do answers[i] = commit(placement) end
 settle()
 for lane, ids in pairs(gone) do redis.call('ZREM', lane, unpack(ids)) end
 if placed > 0 then

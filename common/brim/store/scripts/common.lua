@@ -228,6 +228,17 @@ local function read_book(key)
   return book
 end
 
+-- A book as its entry sums it up.
+local function entry_book(key, entry, attempts, processes)
+  local state, external, committed, busy, reclaimable, cpus, ram, total, headroom, executors, fixed, device =
+    string.match(entry, PARSED_ENTRY)
+  if string.find(device, '\\', 1, true) then device = string.gsub(device, '\\(.)', '%1') end
+  return { key = key, entry = entry, state = state, external = tonumber(external), committed = tonumber(committed),
+           busy = tonumber(busy), reclaimable = tonumber(reclaimable), milli_cpus = math.floor(cpus * 1000 + 0.5),
+           ram = tonumber(ram), total = tonumber(total), headroom = tonumber(headroom), executors = tonumber(executors),
+           fixed = fixed, device = device, attempts = attempts, processes = processes }
+end
+
 -- Opens a book, if wanted at one attempt and the process that it is bound to, or is to be bound to ('' none): what a
 -- transition needs costs the same, however much else stands there. What an attempt alone on its device holds besides
 -- does not stand in the entry; that book is read as a whole.
@@ -237,15 +248,8 @@ local function open_book(key, attempt, proc)
   local entry = fields[1]
   if fields[3] then return { key = key, executor = fields[3], attempts = {}, processes = {} } end
   if fields[2] or not entry then return read_book(key) end
-  local state, external, committed, busy, reclaimable, cpus, ram, total, headroom, executors, fixed, device =
-    string.match(entry, PARSED_ENTRY)
-  if string.find(device, '\\', 1, true) then device = string.gsub(device, '\\(.)', '%1') end
-  return { key = key, entry = entry, state = state, external = tonumber(external), committed = tonumber(committed),
-           busy = tonumber(busy), reclaimable = tonumber(reclaimable), milli_cpus = math.floor(cpus * 1000 + 0.5),
-           ram = tonumber(ram), total = tonumber(total), headroom = tonumber(headroom), executors = tonumber(executors),
-           fixed = fixed, device = device,
-           attempts = fields[4] and { [attempt] = parse_attempt(fields[4]) } or {},
-           processes = fields[5] and { [proc] = parse_process(fields[5]) } or {} }
+  return entry_book(key, entry, fields[4] and { [attempt] = parse_attempt(fields[4]) } or {},
+    fields[5] and { [proc] = parse_process(fields[5]) } or {})
 end
 
 -- Notes a field of a book that is to be written, or to be cut out, when the book is saved.
@@ -309,8 +313,8 @@ local function committed_mib(book)
   return math.max(book.committed, book.total - book.headroom - book.external)
 end
 
--- Writes what has changed in a book, and the device's entry in the availability table. Returns the device if that is
--- another entry now.
+-- Writes what has changed in a book, and the device's entry in the availability table, unless the caller does so (nil).
+-- Returns the device if that is another entry now.
 local function save(book, availability)
   if not book.fixed then return nil end
   for proc, process in pairs(book.processes) do
@@ -326,7 +330,7 @@ local function save(book, availability)
   if entry ~= book.entry then
     book.entry, device = entry, book.device
     put(book, 'entry', entry)
-    redis.call('HSET', availability, device, entry)
+    if availability then redis.call('HSET', availability, device, entry) end
   end
   if book.cut then redis.call('HDEL', book.key, unpack(book.cut)) end
   if book.set then redis.call('HSET', book.key, unpack(book.set)) end
