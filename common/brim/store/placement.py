@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import redis
 
@@ -28,6 +29,8 @@ from .types import Changes, Commit, CommitAnswer, LaneWindow, NodeView, Owed
 
 MOST_SEEN = 20_000
 """Batched tasks whose size is remembered; beyond it they are read anew."""
+LANES_AT_ONCE = 16
+"""Lanes whose beginning is read in the same step that takes what has changed."""
 COMMITS_AT_ONCE = 32
 """Placements that one call of the script commits; the server does nothing else meanwhile."""
 
@@ -55,47 +58,45 @@ class PlacementSide(Base):
         An error in between loses changes: then `snapshot` again. Raises `FencedError`.
         """
         keys = self.keys
-        take = Call("take", [keys.leader, keys.changed, keys.wake, keys.availability], [epoch, limit])
+        names = [keys.leader, keys.changed, keys.wake, keys.availability, keys.lanes, keys.lane("")]
+        take = Call("take", names, [epoch, limit, window, LANES_AT_ONCE])
         if wait_s:
             _, answer = self.runner.run_behind(["BLPOP", keys.wake, wait_s], take)
         else:
             answer = self.runner.run_many([take])[0]
         if not answer:
             raise FencedError
-        devices: dict[str, bytes | None] = {}
-        others: dict[str, list[str]] = {"l": [], "n": [], "x": []}
-        for member, entry in zip(answer[1::2], answer[2::2], strict=True):
+        found: dict[str, dict[str, Any]] = {"d": {}, "l": {}, "n": {}, "x": {}}
+        for member, what in zip(answer[1::2], answer[2::2], strict=True):
             kind, name = member.decode().split(":", 1)
-            if kind == "d":
-                devices[name] = entry
-            else:
-                others[kind].append(name)
-        return self._read(int(answer[0]) / 1000, devices, others["l"], others["n"], others["x"], window)
+            found[kind][name] = what
+        return self._read(int(answer[0]) / 1000, found["d"], found["l"], list(found["n"]), list(found["x"]), window)
 
     def snapshot(self, window: int) -> Changes:
         """Everything that placement mirrors."""
         devices = {name.decode(): entry for name, entry in self.client.hgetall(self.keys.availability).items()}
-        lanes = [name.decode() for name in self.client.hkeys(self.keys.lanes)]
+        lanes = {name.decode(): None for name in self.client.hkeys(self.keys.lanes)}
         nodes = [name.decode() for name in self.client.smembers(self.keys.nodes)]
         executors = [name.decode() for name in self.client.smembers(self.keys.executors)]
         return self._read(self.server_ms() / 1000, devices, lanes, nodes, executors, window)
 
     def lane_windows(self, lanes: Sequence[str], window: int) -> list[LaneWindow]:
         """The first ``window`` tasks of some lanes."""
-        return list(self._read(0.0, {}, lanes, [], [], window).lanes)
+        return list(self._read(0.0, {}, dict.fromkeys(lanes), [], [], window).lanes)
 
     def _read(
         self,
         now_s: float,
         devices: Mapping[str, bytes | None],
-        lanes: Sequence[str],
+        lanes: Mapping[str, Sequence[Any] | None],
         nodes: Sequence[str],
         executors: Sequence[str],
         window: int,
     ) -> Changes:
-        """What has been found of ``devices``, by UUID, and what is read of the others."""
+        """What has been found of ``devices``, by UUID, and of some ``lanes``, and what is read of the others."""
         keys, pipeline = self.keys, self.client.pipeline(transaction=False)
-        for lane in lanes:
+        unread = [lane for lane, found in lanes.items() if found is None]
+        for lane in unread:
             pipeline.hget(keys.lanes, lane)
             pipeline.zrange(keys.lane(lane), 0, window - 1, withscores=True)
             pipeline.zcard(keys.lane(lane))
@@ -104,13 +105,14 @@ class PlacementSide(Base):
         for name in executors:
             pipeline.hgetall(keys.executor(name))
         answers = iter(pipeline.execute())
+        read = {lane: (next(answers), next(answers), next(answers)) for lane in unread}
         windows = []
         for lane in lanes:
-            info, waiting, depth = next(answers), next(answers), next(answers)
+            info, waiting, depth = lanes[lane] or read[lane]
             if info is None:
                 continue
             common = json.loads(info)
-            ids = [(i.decode(), order, admitted_s(order)) for i, order in waiting]
+            ids = [(i.decode(), order, admitted_s(order)) for i, order in _scored(waiting)]
             demand, key = load_demand(common["demand"]), load_key(common)
             windows.append(LaneWindow(lane, common["task"], demand, common["context_mib"], ids, depth, key))
         found_nodes = {name: next(answers) for name in nodes}
@@ -262,6 +264,14 @@ class PlacementSide(Base):
             for i in (raw.decode() for raw in old)
         ]
         return sum(int(answer) for answer in self.runner.run_many(calls))
+
+
+def _scored(flat: Sequence[Any]) -> Iterator[tuple[bytes, float]]:
+    """Members of a sorted set with their scores, as a script or redis-py has read them."""
+    if flat and not isinstance(flat[0], bytes):
+        yield from flat
+    else:
+        yield from zip(flat[::2], map(float, flat[1::2]), strict=True)
 
 
 def _sized(window: LaneWindow, seen: Mapping[tuple[str, float], tuple[float, float]]) -> LaneWindow:
