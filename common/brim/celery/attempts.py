@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -42,20 +43,28 @@ class Attempts:
     """One process's side of the claims. Each call is asked again while Redis is away, for ``patience_s`` at most.
 
     An executor's patience has no end: what it computed is worth waiting for, and its node keeps the lease. The
-    main process must not stop listening for long.
+    main process must not stop listening for long. ``alone``: one thread makes all the calls, on one connection.
     """
 
-    def __init__(self, identity: WorkerIdentity, settings: Settings, patience_s: float = float("inf")) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, settings: Settings, patience_s: float = float("inf"), *, alone: bool = False
+    ) -> None:
         self._identity = identity
         self._patience_s = patience_s
         self._agent = WorkerSide(identity)
         self._max_attempts = settings.placement.max_attempts
         self.key = settings.security.key
-        self.store = Store.of(settings)
+        self._settings = settings
+        self._alone = alone
+
+    @cached_property
+    def store(self) -> Store:
+        """Connects when it is first asked for, if it is on one connection: do so patiently."""
+        return Store.of(self._settings, single=self._alone)
 
     def server_s(self) -> float:
         """The server's clock, the only one that all nodes have in common."""
-        return self.patiently(self.store.server_ms) / 1000
+        return self.patiently(lambda: self.store.server_ms()) / 1000
 
     def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
         """The start claim, before the pool gets the task."""

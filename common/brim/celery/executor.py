@@ -58,17 +58,11 @@ class Execution:
     """One attempt while this process runs it."""
 
     def __init__(
-        self,
-        attempts: Attempts,
-        task_id: str,
-        attempt: AttemptHeader,
-        proc: str,
-        memory: OwnMemory | None = None,
-        kept: Kept | None = None,
+        self, attempts: Attempts, task_id: str, attempt: AttemptHeader, proc: str, memory: OwnMemory | None = None
     ) -> None:
         self.attempts = attempts
         self.memory = memory
-        self.kept = kept
+        self.kept: Kept | None = None
         """Keeps the result, if that is all that may follow from the function."""
         self.unclaimed = False
         """Whether the function has returned and the finish claim is left to the end."""
@@ -220,20 +214,19 @@ class Executor:
             attempt = AttemptHeader.read((request or {}).get(HEADER) or {})
             if attempt is None:
                 return trace(uuid, args, kwargs, request)
-            with self._results.kept(uuid, self._attempts.store.client) as kept:
-                last = kept if not (hooked or follows(request)) else None
-                execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory, last)
-                bound = execution.bind()
-                if bound.answer is not ClaimAnswer.GRANTED:
-                    return _ignored(refusal(attempt, uuid, "run", bound.answer))
-                frameworks.begin()
-                frameworks.limit(None if bound.guard == "off" else max(1, attempt.vram_mib - attempt.context_mib))
-                out_of_memory = None
-                with current_execution(execution):
-                    try:
-                        traced_outcome = trace(uuid, args, kwargs, request)
-                    except MemoryError as error:
-                        out_of_memory = plain(error)
+            execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory)
+            bound = execution.bind()
+            if bound.answer is not ClaimAnswer.GRANTED:
+                return _ignored(refusal(attempt, uuid, "run", bound.answer))
+            frameworks.begin()
+            frameworks.limit(None if bound.guard == "off" else max(1, attempt.vram_mib - attempt.context_mib))
+            out_of_memory = None
+            with current_execution(execution), self._results.kept(uuid, self._attempts.store.client) as kept:
+                execution.kept = kept if not (hooked or follows(request)) else None
+                try:
+                    traced_outcome = trace(uuid, args, kwargs, request)
+                except MemoryError as error:
+                    out_of_memory = plain(error)
             if out_of_memory is not None:
                 raise out_of_memory
             try:

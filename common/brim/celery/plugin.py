@@ -144,4 +144,4 @@ def _become_executor(identity: WorkerIdentity, name: str, sender: Any) -> None:
 def _on_executor(identity: WorkerIdentity, sender: str, **_: Any) -> None:
     """A pool process is up."""
     app: Celery = current_app._get_current_object()
-    executor.prepare(app, sender, Attempts(identity, Settings.load()))
+    executor.prepare(app, sender, Attempts(identity, Settings.load(), alone=True))

@@ -21,11 +21,11 @@ class Store(IntakeSide, PlacementSide, ResidentSide, NodeSide, LiveSide, AuditSi
     """All of brim's state: ``Store(client, prefix)`` with a redis-py client that does not decode responses."""
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """The store that the settings name, with connections of its own."""
+    def of(cls, settings: Settings, *, single: bool = False) -> Self:
+        """The store that the settings name, with connections of its own: see `connect`."""
         from .connection import connect  # reads settings, which producers have no use for
 
-        return cls(connect(settings.redis), settings.key_prefix)
+        return cls(connect(settings.redis, single=single), settings.key_prefix)
 
 
 __all__ = ["FencedError", "Store"]
