@@ -64,7 +64,7 @@ class Attempts:
 
     def server_s(self) -> float:
         """The server's clock, the only one that all nodes have in common."""
-        return self.patiently(lambda: self.store.server_ms()) / 1000
+        return self.patiently(lambda: self.store.server_ms() / 1000)
 
     def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
         """The start claim, before the pool gets the task."""
