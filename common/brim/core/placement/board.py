@@ -148,8 +148,9 @@ class Board:
             return None
         changed = list(dict.fromkeys(self._log[number:]))
         if not changed:
-            return np.full(len(self._scores), -1)
-        most: Ints = np.where(self._scores[:, changed] >= NONE, np.maximum(self._ram[changed], 0), -1).max(axis=1)
+            return np.full(len(self._classes), -1)
+        columns, ram_mib = self._scores[: len(self._classes)].T[changed], np.maximum(self._ram[changed], 0)
+        most: Ints = np.where(columns >= NONE, ram_mib[:, None], -1).max(axis=0)
         return most
 
     def best(self, row: int, ram_mib: int = 0) -> Spot | None:

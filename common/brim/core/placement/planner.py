@@ -308,9 +308,10 @@ class _Pass:
 
     def _first(self, among: Bools) -> int | None:
         """Of these lanes the one whose head comes first."""
-        if not among.any():
+        if not len(among):
             return None
-        return int(np.where(among, self.scores, np.inf).argmin())
+        first = int(np.where(among, self.scores, np.inf).argmin())
+        return first if among[first] else None
 
     def _head(self, place: int) -> Waiting:
         """The lane's first task that has not been placed."""

@@ -33,9 +33,6 @@ REMEMBERED = 1000
 DRAINABLE = 200
 """Classes for which it is remembered what could hold them when drained."""
 
-LOGGED = 100_000
-"""Changes of sites that are remembered; when there are more, all obstacles are looked at again."""
-
 
 @dataclass(frozen=True, slots=True)
 class Miss:
@@ -49,7 +46,7 @@ class Miss:
 
 @dataclass(slots=True)
 class _Codes:
-    """What is remembered about a class: its code at each site, as things stood at an entry of the log."""
+    """What is remembered about a class: its code at each site, as things stood when so many changes had been seen."""
 
     state: tuple[int, int]
     codes: Ints
@@ -68,8 +65,8 @@ class Survey:
         self._idle: Counter[Kind] = Counter()
         """Devices with an idle executor."""
         self._era = 0
-        self._log: list[int] = []
-        """Places of the sites that have changed in this era, in order."""
+        self._seen = 0
+        """Changes of sites in this era."""
         self._known: dict[tuple[Demand, str, bool], _Codes] = {}
         """By class, those asked for longest ago first."""
         self.version = 0
@@ -80,23 +77,18 @@ class Survey:
         if self._started and not self._changed:
             return
         widest = max((len(self.cluster[name].devices) for name in self._changed if name in self.cluster), default=0)
-        if (
-            not self._started
-            or self._names is not self.cluster.order()
-            or widest > self._there.shape[1]
-            or len(self._log) > LOGGED
-        ):
+        if not self._started or self._names is not self.cluster.order() or widest > self._there.shape[1]:
             self._start()
         for name, bits in self._changed.items():
             if name in self._places:
                 self._write(self._places[name], self.cluster[name], bits)
-                self._log.append(self._places[name])
         self._changed.clear()
 
     @property
     def size(self) -> int:
         """Devices that there is room for in the arrays."""
-        self.refresh()
+        if not self._started or self._names is not self.cluster.order():
+            self.refresh()
         return self._there.size
 
     def why(self, demand: Demand, task: str, *, memory: bool = True) -> Reason | str:
@@ -256,14 +248,18 @@ class Survey:
         self._idle_at: dict[int, dict[int, Kind]] = {}
         """Place → position → kind of the devices with an idle executor."""
         self._constants: list[tuple[Shape, int] | None] = [None] * len(self._names)
+        self._latest = np.zeros(len(self._names), dtype=np.int64)
+        """The number of each site's latest change."""
         self._changed.update(dict.fromkeys(self._names, EVERYTHING))
         self.version += 1
         self._era += 1
-        self._log.clear()
+        self._seen = 0
         self._known.clear()
 
     def _write(self, place: int, site: Site, changed: int) -> None:
         """Take over a site of which this has changed (`Changes`)."""
+        self._seen += 1
+        self._latest[place] = self._seen
         node = site.node
         self._cpu[place] = milli(node.cpus) - milli(node.cpus_used) if node.cpus > 0 else _AMOUNT
         self._ram[place] = node.ram_mib - node.ram_used_mib if node.ram_mib > 0 else _AMOUNT
@@ -351,10 +347,10 @@ class Survey:
             known = _Codes(state, np.zeros(len(self._names), dtype=np.int64))
             places = np.arange(len(self._names))
         else:
-            places = np.array(list(dict.fromkeys(self._log[known.until :])), dtype=np.int64)
+            places = np.flatnonzero(self._latest > known.until)
         if len(places):
             known.codes[places] = self._codes_at(places, demand, task, memory=memory)
-        known.until = len(self._log)
+        known.until = self._seen
         if len(self._known) >= REMEMBERED:
             del self._known[next(iter(self._known))]
         self._known[key] = known
