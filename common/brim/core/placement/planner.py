@@ -347,9 +347,9 @@ class _Pass:
 
         Tasks of a lane are alike, so one overtaken inside its lane leaves its promise to the head.
         """
-        memory, kept, changed = self.memory, self.plan.promises, set(self.memory.veils)
-        places, first = self.heads.places, self.heads.first
+        memory, kept, places, first = self.memory, self.plan.promises, self.heads.places, self.heads.first
         veils, boards, at = memory.veils, len(memory.boards), self.cluster.site
+        promised, eager = [], []
         for task_id, promise in promises.items():
             node, place = promise.node, places.get(promise.lane)
             site, veil = at(node), veils.get(node)
@@ -364,13 +364,15 @@ class _Pass:
                 veil = self._veil(node, promise)
             elif not veil.holds:
                 continue
-            changed.discard(node)
             kept[head] = promise
-            self.promised[place] = True
+            promised.append(place)
             if len(veil.vain) < boards:
-                self.eager[place] = True
-        for node in changed:
-            self._unveil(node)
+                eager.append(place)
+        self.promised[promised] = True
+        self.eager[eager] = True
+        if len(kept) != len(veils):
+            for node in veils.keys() - {promise.node for promise in kept.values()}:
+                self._unveil(node)
 
     def _veil(self, node: str, promise: Promise) -> _Veil:
         """Let the boards see of a node what this promise leaves to others."""
@@ -481,17 +483,22 @@ class _Pass:
         order = np.lexsort((heads.scores, claims))
         order = order[heads.admitted_s[order] <= self.now_s - self.settings.promise_after_s]
         self.memory.survey.refresh()
-        possible = (place for place in order.tolist() if self._possible(place))
-        entitled[list(islice(possible, self.most_promises))] = True
+        version, of_place = self.memory.survey.version, self.memory.of_place
+        chosen: list[int] = []
+        for place in order.tolist():
+            if len(chosen) == self.most_promises:
+                break
+            known = of_place[place]
+            if known.possible if known.judged == version else self._possible(place):
+                chosen.append(place)
+        entitled[chosen] = True
         return entitled
 
     def _possible(self, place: int) -> bool:
-        """Whether some node would hold the lane's demand once it is drained."""
-        survey, known = self.memory.survey, self.memory.of_place[place]
-        if known.judged != survey.version:
-            lane = self.heads.lanes[place]
-            known.judged = survey.version
-            known.possible = survey.nearest(lane.demand, lane.task, (), self.now_s) is not None
+        """Whether some node would hold the lane's demand once it is drained; remembered until that may change."""
+        survey, known, lane = self.memory.survey, self.memory.of_place[place], self.heads.lanes[place]
+        known.judged = survey.version
+        known.possible = survey.nearest(lane.demand, lane.task, (), self.now_s) is not None
         return known.possible
 
     # -- telling why -------------------------------------------------------------------------------------------
