@@ -121,6 +121,7 @@ def test_a_task_runs_and_its_executor_keeps_only_what_it_left_behind(plant: Plan
         ("replace", ("add",), 42),
         ("replace_chain", (), 13),
         ("reject", (True,), "second time"),
+        ("progress", (), "all the way"),
     ],
 )
 def test_what_succeeds_in_plain_celery_succeeds(plant: Plant, task: str, args: tuple[Any, ...], value: Any) -> None:

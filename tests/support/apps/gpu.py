@@ -61,6 +61,13 @@ def keep(mib: int) -> int:
     return os.getpid()
 
 
+@app.task(name="progress", bind=True)
+def progress(self: Any) -> str:
+    """Stores a state of its own before its result."""
+    self.update_state(state="HALFWAY", meta={"done": 1})
+    return "all the way"
+
+
 @app.task(name="fail")
 def fail(text: str = "on purpose") -> None:
     raise ValueError(text)
