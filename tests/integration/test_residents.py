@@ -93,7 +93,12 @@ class Node1:
         return view
 
     def look(self, *workers: Worker, draining: bool = False) -> list[ExecutorView]:
-        return self.residents.look(["G0"], {worker.post.name: worker for worker in workers}, draining=draining)
+        return self.residents.look(
+            self.store.executors_on(["G0"]),
+            self.store.server_ms() / 1000,
+            {worker.post.name: worker for worker in workers},
+            draining=draining,
+        )
 
     def state(self, task_id: str) -> State:
         record = self.store.record(task_id)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from brim.core.model import AttemptView, State
 
 from .base import Base
-from .codec import dump, guard_of, seconds
-from .types import MemoryReport, NodeRegistration
+from .codec import dump, guard_of, load_executor, seconds
+from .types import MemoryReport, NodeBooks, NodeRegistration
 
 VIEWED = ("attempt", "state", "boot", "devices", "placed_ms", "claimed_ms", "lane", "context_mib", "estimate", "queue")
 """Fields of a record that an `AttemptView` shows."""
@@ -119,9 +121,48 @@ class NodeSide(Base):
         pipeline = self.client.pipeline(transaction=False)
         for uuid in uuids:
             pipeline.hgetall(self.keys.book(uuid))
+        written = _Written.of(uuids, pipeline.execute())
+        for task_id, _, _ in written.bound.values():
+            pipeline.hmget(self.keys.task(task_id), *VIEWED)
+        return written.views(pipeline.execute()), written.processes
+
+    def look_at(self, uuids: Sequence[str]) -> NodeBooks:
+        """All that an agent compares with what it sees of its devices, in two round trips."""
+        pipeline = self.client.pipeline(transaction=False)
+        pipeline.time()
+        for uuid in uuids:
+            pipeline.hgetall(self.keys.book(uuid))
+        (whole, micros), *books = pipeline.execute()
+        written = _Written.of(uuids, books)
+        for task_id, _, _ in written.bound.values():
+            pipeline.hmget(self.keys.task(task_id), *VIEWED)
+        for executor in sorted(written.executors):
+            pipeline.hgetall(self.keys.executor(executor))
+        answers = pipeline.execute()
+        records, executors = answers[: len(written.bound)], answers[len(written.bound) :]
+        return NodeBooks(
+            int(whole) * 1000 + int(micros) // 1000,
+            written.views(records),
+            written.processes,
+            [view for fields in executors if (view := load_executor(fields)) is not None],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What stands in some devices' books; ``bound``: attempt -> task id, process, and MiB that it holds at least."""
+
+    bound: dict[str, tuple[str, str, int]]
+    processes: dict[str, dict[str, bool]]
+    executors: set[str]
+
+    @classmethod
+    def of(cls, uuids: Sequence[str], books: Sequence[Mapping[bytes, bytes]]) -> Self:
+        """Of these devices, whose books these are."""
         bound: dict[str, tuple[str, str, int]] = {}
         processes: dict[str, dict[str, bool]] = {}
-        for uuid, book in zip(uuids, pipeline.execute(), strict=True):
+        executors: set[str] = set()
+        for uuid, book in zip(uuids, books, strict=True):
             processes[uuid] = {}
             for raw_field, value in book.items():
                 field = raw_field.decode()
@@ -131,14 +172,14 @@ class NodeSide(Base):
                     bound[field[2:]] = (task_id, proc, min(least_mib, int(vram)))
                 elif field.startswith("p:"):
                     processes[uuid][field[2:]] = value.split(b"|")[4] == b"1"
-        return self._views(bound), processes
+                elif field.startswith("x:"):
+                    executors.add(field[2:])
+        return cls(bound, processes, executors)
 
-    def _views(self, bound: dict[str, tuple[str, str, int]]) -> list[AttemptView]:
-        pipeline = self.client.pipeline(transaction=False)
-        for task_id, _, _ in bound.values():
-            pipeline.hmget(self.keys.task(task_id), *VIEWED)
+    def views(self, records: Sequence[Sequence[bytes | None]]) -> list[AttemptView]:
+        """The attempts, with these fields (`VIEWED`) of their tasks' records."""
         views = []
-        for (attempt, (task_id, proc, vram)), record in zip(bound.items(), pipeline.execute(), strict=True):
+        for (attempt, (task_id, proc, vram)), record in zip(self.bound.items(), records, strict=True):
             owner, state, boot, devices, placed, claimed, lane, context, estimate, queue = record
             if owner is None or owner.decode() != attempt:
                 continue  # ended between the two reads
@@ -146,14 +187,14 @@ class NodeSide(Base):
                 AttemptView(
                     task_id,
                     attempt,
-                    tuple(devices.decode().split(",")),
+                    tuple((devices or b"").decode().split(",")),
                     vram,
                     proc,
-                    State(state.decode()),
+                    State((state or b"").decode()),
                     (boot or b"").decode(),
                     seconds(placed) or 0.0,
                     seconds(claimed),
-                    lane.decode(),
+                    (lane or b"").decode(),
                     int(context or 0),
                     guard_of(estimate),
                     (queue or b"").decode(),

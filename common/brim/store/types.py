@@ -304,6 +304,19 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeBooks:
+    """What stands in the books of a node's devices, read after ``now_ms`` by the server's clock.
+
+    ``processes``: device -> process -> whether it is doomed (to be replaced).
+    """
+
+    now_ms: int
+    attempts: Sequence[AttemptView]
+    processes: Mapping[str, Mapping[str, bool]]
+    executors: Sequence[ExecutorView]
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """What placement has to mirror: entries that are new or changed, and names that are gone."""
 

@@ -290,18 +290,18 @@ class Agent:
             self._renewed_at = time.monotonic()
         changed, self._changed = self._changed, False
         self.presence.show({worker.post.devices[0]: self._state(worker) for worker in self._standing_workers()})
-        attempts, processes = self._books()
+        found = self.store.look_at(self.presence.uuids)
+        attempts, now_s = [self._as_celery_says(view) for view in found.attempts], found.now_ms / 1000
         for attempt in attempts:
             owner = self.workers.of_boot(attempt.boot)
             if attempt.proc and owner is not None:
                 self.watch.add(owner.post.name, attempt.proc)
-        executors = self.residents.look(self.presence.uuids, self.workers.seen(), draining=draining)
-        now_ms = self.store.server_ms()
+        executors = self.residents.look(found.executors, now_s, self.workers.seen(), draining=draining)
         sight = Sight(
-            now_ms / 1000,
+            now_s,
             self.workers.seen(),
             attempts,
-            processes,
+            found.processes,
             {**self.workers.endings, **self.watch.endings},
             frozenset(self._consuming),
             frozenset(self._over),
@@ -318,7 +318,7 @@ class Agent:
         before, self._running = self._running, {attempt.attempt for attempt in attempts if attempt.proc}
         begun = bool(self._running - before)
         if changed or actions or begun or time.monotonic() - self._reported_at >= self._report_every_s:
-            self._report(attempts, now_ms, begun=begun)
+            self._report(attempts, found.now_ms, begun=begun)
             self._guard(attempts)
 
     def _report(self, attempts: Sequence[AttemptView], now_ms: int, *, begun: bool) -> None:
@@ -359,11 +359,9 @@ class Agent:
             self._settle(attempt, excess.reason, counts=True)
         self.watch.kill(attempt.proc)
 
-    def _books(self) -> tuple[list[AttemptView], dict[str, dict[str, bool]]]:
-        """The attempts and processes of this node's devices; attempts name their queues as Celery does."""
-        attempts, processes = self.store.books(self.presence.uuids)
-        prefix = self.settings.broker.global_keyprefix
-        return [replace(view, queue=view.queue.removeprefix(prefix)) for view in attempts], processes
+    def _as_celery_says(self, view: AttemptView) -> AttemptView:
+        """An attempt that names its queue as Celery does, without the key prefix."""
+        return replace(view, queue=view.queue.removeprefix(self.settings.broker.global_keyprefix))
 
     def _standing_workers(self) -> list[Worker]:
         return [worker for worker in self.workers.seen().values() if worker.post.standing]

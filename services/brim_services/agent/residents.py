@@ -37,13 +37,14 @@ class Residents:
         broker = settings.broker
         self._layout = BrokerLayout(broker.global_keyprefix, broker.sep, broker.priority_steps)
 
-    def look(self, uuids: Sequence[str], workers: Mapping[str, Worker], *, draining: bool) -> list[ExecutorView]:
+    def look(
+        self, views: Sequence[ExecutorView], now_s: float, workers: Mapping[str, Worker], *, draining: bool
+    ) -> list[ExecutorView]:
         """Bury those whose process has ended, and say what is there. While the node is draining they all do.
 
-        One that computes beyond its hard time limit, and has not ended itself, is killed.
+        One that computes beyond its hard time limit (``now_s`` is by the server's clock), and has not ended itself, is
+        killed.
         """
-        views = self._store.executors_on(uuids)
-        now_s = self._store.server_ms() / 1000 if any(view.deadline_s is not None for view in views) else 0.0
         alive = []
         for view in views:
             death = self._death(view, workers.get(post_name(view)), draining=draining)
