@@ -140,8 +140,10 @@ class Agent:
             while not self._drained():
                 self._rest()
                 self._hear()
-                self.workers.poll()
-                if self._until_look_s() <= 0:
+                due = self._until_look_s() <= 0
+                if due or not self._looks_soon:
+                    self.workers.poll()
+                if due:
                     self._step()
             self._end()
 
@@ -213,10 +215,15 @@ class Agent:
 
     # -- one round -------------------------------------------------------------------------------------------
 
+    @property
+    def _looks_soon(self) -> bool:
+        """Whether something has happened that the next look, soon, will be about."""
+        return self._changed and self._registered and not self._away
+
     def _rest(self) -> None:
         """Sleep until something happens. With a look to come soon anyway, what happens meanwhile is heard together."""
-        if self._changed and self._registered and not self._away:
-            time.sleep(max(0.0, min(self._nap_s, self._pause_s())))
+        if self._looks_soon:
+            time.sleep(max(0.0, min(self._nap_s, self._until_look_s())))
             self.watch.wait(0.0)
         else:
             self._changed |= self.watch.wait(self._pause_s())
