@@ -440,11 +440,12 @@ class _Pass:
 
     def _due(self) -> int | None:
         """The lane whose head is the first to get a promise that is free, if there is one for anybody."""
-        if self._free() <= 0:
+        left = ~(self.turns | self.spent | self.promised | self.vain)
+        if self._free() <= 0 or not left.any():
             return None
         if self.entitled is None:
             self.entitled = self._entitled()
-        return self._first(self.entitled & ~(self.turns | self.spent | self.promised | self.vain))
+        return self._first(self.entitled & left)
 
     def _free(self) -> int:
         """Promises that may still be made."""
