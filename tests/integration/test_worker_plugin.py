@@ -327,6 +327,25 @@ def test_an_unknown_task_is_answered_with_its_whole_request(plant: Plant) -> Non
     plant.stage.until(errback.options["task_id"], State.SUCCEEDED)
 
 
+@pytest.mark.parametrize(("name", "options"), [("nobody", {}), ("add", {"serializer": "pickle"})])
+def test_what_lies_behind_a_message_that_no_task_can_take_is_run(
+    plant: Plant, name: str, options: dict[str, Any]
+) -> None:
+    bad = plant.send(name, 0, 0, queue=INTAKE_QUEUE, **options)
+    good = [plant.send("add", number, number) for number in range(3)]
+    plant.stage.report()
+    plant.stage.admit()
+    os.kill(plant.worker.process.pid, signal.SIGSTOP)
+    try:
+        placed = [plant.stage.place(result.id) for result in (bad, *good)]
+    finally:
+        os.kill(plant.worker.process.pid, signal.SIGCONT)
+
+    assert None not in placed
+    assert [result.get(timeout=10) for result in good] == [0, 2, 4]
+    assert plant.stage.until(bad.id, *TERMINAL).state is State.FAILED
+
+
 def test_an_executor_that_dies_leaves_its_attempt_to_the_agent(plant: Plant) -> None:
     result = plant.send("exit", 3)
     plant.stage.until(result.id, State.RUNNING)

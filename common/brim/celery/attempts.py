@@ -105,8 +105,7 @@ class Attempts:
         answer = self.patiently(
             lambda: self.store.complete(task_id, attempt.attempt, attempt.devices, outcome, proc, result)
         )
-        if answer is not EndAnswer.OCCUPIED:
-            self._agent.changed(attempt.attempt)
+        self._agent.changed(attempt.attempt if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED) else "")
         return answer
 
     def requeue(self, task_id: str, attempt: AttemptHeader, reason: Reason) -> None:
@@ -163,6 +162,7 @@ class Attempts:
                 return call()
             except SoftTimeLimitExceeded:
                 # It was meant for the task's function, which does not run now; the script may be asked twice.
+                self._hang_up()
                 pause_s = 0.0
             except Exception as error:
                 if not is_outage(error) or time.monotonic() > deadline:
@@ -170,6 +170,12 @@ class Attempts:
                 if not pause_s:
                     log.warning("Redis is away, trying again: %s", error)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+
+    def _hang_up(self) -> None:
+        """Leave an answer unread that may still come on the one connection: the next question is asked on another."""
+        connection = self.store.client.connection if self._alone and "store" in vars(self) else None
+        if connection is not None:
+            connection.disconnect()
 
 
 def place_again_with_more(

@@ -335,27 +335,33 @@ class BrimStep(bootsteps.StartStopStep):
         def answering(*args: Any) -> None:
             message, error = args[message_at], args[-1]
             attempt = attempt_of(message.headers)
-            if attempt is not None:
-                task_id, task = message.headers["id"], message.headers["task"]
-                granted = (
-                    self._arrivals.may_start(message, attempt)
-                    and self.attempts.finish(task_id, attempt, MAIN_PROCESS) is ClaimAnswer.GRANTED
-                )
-                if not granted:
+            try:
+                if attempt is None or self._answer(consumer, message, attempt, error):
+                    hook(*args)
+                else:
                     message.ack_log_error(log, consumer.connection_errors)
-                    return
-                cause = NotRegistered(task) if isinstance(error, KeyError) else error
-                request = context(received(message))
-                try:
-                    consumer.app.backend.mark_as_failure(
-                        task_id, cause, request=request, store_result=not request.ignore_result
-                    )
-                finally:
-                    outcome = Outcome(State.FAILED, failure(cause), context_mib=attempt.context_mib)
-                    self.attempts.end(task_id, attempt, outcome)
-            hook(*args)
+            finally:
+                self._arrivals.deliver_rest(message.channel)
 
         return answering
+
+    def _answer(self, consumer: Any, message: Any, attempt: AttemptHeader, error: Exception) -> bool:
+        """Fail a task that could not even be begun; not if its attempt is not the live one."""
+        task_id, task = message.headers["id"], message.headers["task"]
+        if not self._arrivals.may_start(message, attempt):
+            return False
+        if self.attempts.finish(task_id, attempt, MAIN_PROCESS) is not ClaimAnswer.GRANTED:
+            return False
+        cause = NotRegistered(task) if isinstance(error, KeyError) else error
+        request = context(received(message))
+        try:
+            consumer.app.backend.mark_as_failure(
+                task_id, cause, request=request, store_result=not request.ignore_result
+            )
+        finally:
+            outcome = Outcome(State.FAILED, failure(cause), context_mib=attempt.context_mib)
+            self.attempts.end(task_id, attempt, outcome)
+        return True
 
 
 class ExecutorStep(BrimStep):

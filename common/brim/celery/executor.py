@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, Task, signals
+from celery.app.task import Context
 from celery.app.trace import TraceInfo, build_tracer, task_has_custom, trace_ok_t
 from celery.canvas import Signature, _chain, chord
 from celery.exceptions import Ignore, TaskPredicate
@@ -82,13 +83,19 @@ class Execution:
     def finish(self) -> None:
         """Claim what follows the function; raises `Ignore` if this attempt is not the live one any more."""
         self.unclaimed, self.kept = False, None
+        self.claim()
+
+    def claim(self) -> None:
+        """The same while the result is kept, which is stored behind it."""
         answer = self.attempts.finish(self.task_id, self.attempt, self.proc)
         if answer is not ClaimAnswer.GRANTED:
             self.refused = True
             raise Ignore(refusal(self.attempt, self.task_id, "publish", answer))
 
-    def over(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def over(self, request: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` and claim the finish when it has returned or raised.
+
+        ``request``: the task's; the function may have given it something that is to follow.
 
         An exception of `MemoryError`'s family would make the whole worker exit; it is replaced, after its
         frames, which hold the task's memory, have been let go. One that says that a GPU's memory did not suffice
@@ -104,11 +111,11 @@ class Execution:
                 self.finish()
                 raise
         else:
-            if self.kept is None:
+            if self.kept is None or follows(request):
                 self.finish()
             else:
-                self.kept.begin()
                 self.unclaimed = True
+                self.kept.begin()
             return result
         if again:
             self.refused = True
@@ -156,7 +163,7 @@ class AttemptTask(Task):
         if execution is None or execution.entered:
             return super().__call__(*args, **kwargs)
         execution.entered = True
-        return execution.over(super().__call__, *args, **kwargs)
+        return execution.over(self.request, super().__call__, *args, **kwargs)
 
     def before_start(self, *args: Any, **kwargs: Any) -> None:
         """The user's own hook; what it raises is the task's failure."""
@@ -222,7 +229,7 @@ class Executor:
             frameworks.limit(None if bound.guard == "off" else max(1, attempt.vram_mib - attempt.context_mib))
             out_of_memory = None
             with current_execution(execution), self._results.kept(uuid, self._attempts.store.client) as kept:
-                execution.kept = kept if not (hooked or follows(request)) else None
+                execution.kept = None if hooked or task.backend is not self._app.backend else kept
                 try:
                     traced_outcome = trace(uuid, args, kwargs, request)
                 except MemoryError as error:
@@ -282,7 +289,7 @@ def undisturbed(call: Callable[[], T]) -> T:
             return call()
 
 
-def follows(request: Mapping[str, Any]) -> bool:
+def follows(request: Mapping[str, Any] | Context) -> bool:
     """Whether more than its result may follow from a task's return: other tasks, or receivers of Celery's signals."""
     others = any(request.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
     return others or bool(signals.task_success.receivers or signals.task_postrun.receivers)
@@ -291,18 +298,21 @@ def follows(request: Mapping[str, Any]) -> bool:
 def tell_end(execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
     """The end of an attempt, with its result and the finish claim if these have been left to it.
 
-    Raises `Ignore` if that claim is refused.
+    Raises `Ignore` if that claim is refused. What has interrupted it may have it done again from the beginning.
     """
     task_id, attempt = execution.task_id, execution.attempt
     if kept is not None and execution.unclaimed:
-        answer = execution.attempts.complete(task_id, attempt, execution.proc, outcome, kept.result)
-        if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED):
-            return
-        if answer is not EndAnswer.OCCUPIED:
-            execution.refused = True
-            raise Ignore(refusal(attempt, task_id, "publish", answer))
-        execution.finish()
-        kept.store()
+        if not kept.apart:
+            answer = execution.attempts.complete(task_id, attempt, execution.proc, outcome, kept.result)
+            if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED):
+                return
+            if answer is not EndAnswer.OCCUPIED:
+                execution.refused = True
+                raise Ignore(refusal(attempt, task_id, "publish", answer))
+            kept.set_apart()
+        execution.claim()
+        execution.attempts.patiently(kept.store)
+        execution.unclaimed = False
     execution.attempts.end(task_id, attempt, outcome)
 
 

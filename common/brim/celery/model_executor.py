@@ -139,7 +139,7 @@ class ItemExecution(Execution):
     def finish(self) -> None:
         """Claimed already, with the others of its batch."""
 
-    def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def over(self, request: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Nothing is computed any more: no memory is held, and nothing to be placed again."""
         return function(*args, **kwargs)
 

@@ -20,6 +20,9 @@ from celery.states import SUCCESS
 
 from brim.store.types import StoredResult
 
+LONG = 2**20
+"""A result that is longer is stored by itself: sending it may take the time that the backend allows, not brim's."""
+
 Patiently = Callable[[Callable[[], Any]], Any]
 """Calls a function until its server answers."""
 
@@ -72,6 +75,7 @@ class Kept:
         self._backend = backend
         self._gathered = gathered
         self._task_id = task_id
+        self._apart = False
 
     def begin(self) -> None:
         """What is stored for the task from now on is kept; Celery is told that there is nothing yet."""
@@ -81,6 +85,15 @@ class Kept:
     def result(self) -> StoredResult | None:
         """What is to be stored; None if nothing is, as for a task that ignores its result."""
         return self._gathered.writes[-1] if self._gathered.writes else None
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is to be stored by itself, between a claim of its own and the end."""
+        return self._apart or (self.result is not None and len(self.result.value) > LONG)
+
+    def set_apart(self) -> None:
+        """Have it stored by itself."""
+        self._apart = True
 
     def store(self) -> None:
         """Store it as Celery would have: unless there is a successful result already."""

@@ -30,9 +30,10 @@ class AttemptSide(Base):
     def claim_and_take(
         self, task_id: str, attempt: str, boot: str, queue_key: str, most: int
     ) -> tuple[ClaimAnswer, Sequence[bytes]]:
-        """The start claim, and in the same round trip at most so many further messages out of the worker's queue."""
-        raw, answer = self.runner.run_behind(["RPOP", queue_key, most], self._claim(task_id, attempt, boot))
-        return ClaimAnswer(answer.decode()), raw or ()
+        """The start claim, and in the same step at most so many further messages out of the worker's queue."""
+        call = self._claim(task_id, attempt, boot)
+        answer, *raw = self.runner.run("claim", [*call.keys, queue_key], [*call.args, most])
+        return ClaimAnswer(answer.decode()), raw
 
     def _claim(self, task_id: str, attempt: str, boot: str) -> Call:
         keys = self.keys

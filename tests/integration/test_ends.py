@@ -1,0 +1,212 @@
+"""How an executor ends an attempt whose result is left to the end (ADR 0012), whatever interrupts it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Celery
+from celery.app.task import Context
+from redis.exceptions import OutOfMemoryError
+
+from brim.celery.agent_link import Listener
+from brim.celery.attempts import Attempts
+from brim.celery.envelope import AttemptHeader
+from brim.celery.executor import Execution, Executor, _current, tell_end, undisturbed
+from brim.celery.results import LONG, Kept, Results
+from brim.core.model import State
+from brim.gpu.process import proc_id
+from brim.store.types import ClaimAnswer, EndAnswer, Outcome, StoredResult
+from support.celery_app import configure
+from support.stage import CONTEXT_MIB, VRAM_MIB, Stage, device_uuid, settings_for
+from support.valkey import own_server, url_of
+
+PROC = proc_id() or ""
+
+
+class Office:
+    """This process as an executor: a stage, and attempts that it has bound."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.client = redis.Redis.from_url(url)
+        self.stage = Stage(self.client, namespace, device_uuid())
+        self.app = configure(Celery("office", set_as_current=False), url, namespace)
+        self.listener = Listener()
+        identity = replace(self.stage.identity, agent=self.listener.address)
+        self.attempts = Attempts(identity, settings_for(url, namespace), alone=True)
+
+    def execution(self) -> Execution:
+        """A task that has been sent, placed and begun."""
+        sent = self.app.send_task("work", queue="brim.intake")
+        self.stage.admit()
+        attempt = self.stage.place(sent.id)
+        assert attempt is not None
+        header = AttemptHeader(attempt, self.stage.identity.devices, "n1", VRAM_MIB, CONTEXT_MIB, 0, 0)
+        assert self.attempts.claim(sent.id, header) is ClaimAnswer.GRANTED
+        execution = Execution(self.attempts, sent.id, header, PROC)
+        assert execution.bind().answer is ClaimAnswer.GRANTED
+        return execution
+
+    def over(self, execution: Execution, request: Context, value: str = "done") -> Kept:
+        """The task's function has returned, and Celery has stored its result as it may."""
+        with Results(self.app).kept(execution.task_id, self.attempts.store.client) as kept:
+            assert kept is not None
+            execution.kept = kept
+            execution.over(request, lambda: value)
+            self.app.backend.mark_as_done(execution.task_id, value, request)
+        return kept
+
+    def close(self) -> None:
+        self.listener.close()
+        self.attempts.store.client.close()
+        self.client.close()
+        self.app.close()
+
+
+@pytest.fixture
+def office(valkey_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Office]:
+    monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path / "devices"))
+    office = Office(valkey_url, namespace)
+    yield office
+    assert office.stage.store.audit() == []
+    office.close()
+
+
+def interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, after which the first time a soft time limit strikes that was meant for the task's function."""
+    left = [SoftTimeLimitExceeded()]
+
+    def disturbed(*args: Any, **kwargs: Any) -> Any:
+        answer = call(*args, **kwargs)
+        if left:
+            raise left.pop()
+        return answer
+
+    return disturbed
+
+
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [
+        (Attempts, "complete"),
+        (Attempts, "finish"),
+        (Execution, "claim"),
+        (Attempts, "patiently"),
+        (Kept, "store"),
+        (Attempts, "end"),
+    ],
+)
+def test_a_soft_time_limit_takes_no_result_away_that_is_stored_by_itself(
+    office: Office, monkeypatch: pytest.MonkeyPatch, owner: type, step: str
+) -> None:
+    execution = office.execution()
+    office.app.backend.store_result(execution.task_id, {"done": 1}, "HALFWAY")
+    kept = office.over(execution, Context())
+
+    monkeypatch.setattr(owner, step, interrupted(getattr(owner, step)))
+    undisturbed(lambda: tell_end(execution, Outcome(State.SUCCEEDED, None, [0]), kept))
+
+    assert office.app.AsyncResult(execution.task_id).get(timeout=5) == "done"
+    assert office.stage.record(execution.task_id).state is State.SUCCEEDED
+
+
+@pytest.mark.parametrize("length", [10, LONG])
+def test_a_long_result_is_stored_by_the_backend_itself(
+    office: Office, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    execution, value, stored = office.execution(), "x" * length, list[StoredResult | None]()
+    kept = office.over(execution, Context(), value)
+    store = Kept.store
+    monkeypatch.setattr(Kept, "store", lambda kept: (stored.append(kept.result), store(kept)))
+
+    tell_end(execution, Outcome(State.SUCCEEDED, None, [0]), kept)
+
+    assert office.app.AsyncResult(execution.task_id).get(timeout=5) == value
+    assert office.stage.record(execution.task_id).state is State.SUCCEEDED
+    assert len(stored) == (length == LONG)
+
+
+def test_an_answer_that_was_not_waited_for_is_not_taken_for_the_next_one(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = office.attempts.store.client
+    left = [SoftTimeLimitExceeded()]
+
+    def read(*_: Any, **__: Any) -> Any:
+        monkeypatch.undo()
+        raise left.pop()
+
+    monkeypatch.setattr(client.connection, "read_response", read)
+    said = [office.attempts.patiently(lambda word=word: client.echo(word)) for word in ("one", "two")]
+
+    assert said == [b"one", b"two"]
+
+
+def test_what_the_function_has_added_to_its_request_follows_behind_the_claim(office: Office) -> None:
+    plain, chained = office.execution(), office.execution()
+
+    office.over(plain, Context())
+    chained.kept = Kept(office.app.backend, None, chained.task_id)  # type: ignore[arg-type]
+    chained.over(Context(chain=[office.app.signature("next")]), lambda: "done")
+
+    assert office.stage.record(plain.task_id).state is State.RUNNING
+    assert office.stage.record(chained.task_id).state is State.FINISHING
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_task_stores_in_a_backend_of_its_own_is_not_kept(office: Office, own: bool) -> None:
+    @office.app.task(name=f"own{own}", shared=False)
+    def task() -> None: ...
+
+    if own:
+        task.backend = Celery("other", backend="cache+memory://", set_as_current=False).backend
+    execution, seen = office.execution(), list[State]()
+    header = {**execution.attempt.fields(), "nesting": 0, "retries": 0}
+
+    def trace(*_: Any) -> None:
+        running = _current.get()
+        assert running is not None
+        running.over(Context(), lambda: "done")
+        seen.append(office.stage.record(execution.task_id).state)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Executor(office.app, office.attempts).traced(task, trace)(execution.task_id, (), {}, {"brim": header})
+
+    assert seen == [State.FINISHING if own else State.RUNNING]
+
+
+def test_the_agent_is_not_told_of_an_end_that_somebody_else_is_about_to_make(office: Office) -> None:
+    execution = office.execution()
+    attempt, outcome = execution.attempt, Outcome(State.SUCCEEDED, None, [0])
+    assert office.attempts.finish(execution.task_id, attempt, "") is ClaimAnswer.GRANTED  # it is being revoked
+
+    assert office.attempts.complete(execution.task_id, attempt, PROC, outcome, None) is EndAnswer.STALE
+
+    assert [notice.over for notice in office.listener.receive()] == [""]
+
+
+def test_messages_stay_where_they_are_while_the_server_has_no_room_for_the_claim(tmp_path: Path) -> None:
+    with own_server() as server:
+        office = Office(url_of(server), f"t{uuid.uuid4().hex[:10]}:")
+        ids = [office.app.send_task("work", queue="brim.intake").id for _ in range(3)]
+        office.stage.admit()
+        attempts = [office.stage.place(task_id) for task_id in ids]
+        store, queue = office.stage.store, office.stage.queue
+        office.client.rpop(queue)
+
+        office.client.config_set("maxmemory", 1)
+        with pytest.raises(OutOfMemoryError):
+            store.claim_and_take(ids[0], attempts[0] or "", "b00t", queue, 64)
+        office.client.config_set("maxmemory", 0)
+
+        assert office.client.llen(queue) == 2
+        answer, taken = store.claim_and_take(ids[0], attempts[0] or "", "b00t", queue, 64)
+        assert (answer, len(taken), office.client.llen(queue)) == (ClaimAnswer.GRANTED, 2, 0)
+        office.close()
