@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,8 @@ class Mirror:
     nodes: dict[str, NodeView] = field(default_factory=dict)
     hungry: set[str] = field(default_factory=set)
     """Devices in service that have less behind their busy executors than one task for each."""
+    behind: Counter[str] = field(default_factory=Counter)
+    """How many tasks lie behind the busy executors of each device in service."""
     _as_lane: dict[str, tuple[LaneWindow, Lane]] = field(default_factory=dict)
     """Windows as the planner takes them: made again only when they have changed."""
 
@@ -51,6 +54,7 @@ class Mirror:
         for uuid_ in changes.gone_devices:
             self.cluster.remove(uuid_)
             self.hungry.discard(uuid_)
+            del self.behind[uuid_]
         for name in {view.node.name for view in changes.nodes} | {device.node for device in changes.devices}:
             self._count_host(name)
         for window in changes.lanes:
@@ -61,7 +65,9 @@ class Mirror:
 
     def _weigh(self, device: Device) -> None:
         """Says whether a device may soon have an idle executor."""
-        if device.state == "up" and device.busy < 2 * device.executors:
+        behind = device.busy - device.executors if device.state == "up" else 0
+        self.behind[device.uuid] = max(0, behind)
+        if device.state == "up" and behind < device.executors:
             self.hungry.add(device.uuid)
         else:
             self.hungry.discard(device.uuid)

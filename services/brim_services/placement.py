@@ -47,7 +47,9 @@ log = logging.getLogger("brim.placement")
 
 HOUSEKEEPING_S = 1.0
 GATHER_S = 0.02
-"""Least time from one plan to the next while executors lack nothing: see `PlacementService._gather`."""
+"""Longest time for which changes gather while executors lack nothing: see `PlacementService._gather`."""
+PACE_WEIGHT = 0.2
+"""Of the latest plan in the mean of how many tasks are placed a second."""
 ENDS, LEARNED_S, SETTLE_MS = 500, 900, 200
 """Run times are learned from the latest ends of each second, at first of so many seconds; an end is read so much later,
 since a script's time is not seen by others before it has ended."""
@@ -108,6 +110,8 @@ class PlacementService:
         """Whether a device with an idle executor is among what has changed since `_call_back`."""
         self._server_ahead_s = 0.0
         self._elected_s = self._placed_s = 0.0
+        self._pace = 0.0
+        """Ordinary tasks placed a second, lately."""
         self._hearing_since_s = time.monotonic()
         self._housekeeping_s = 0.0
         self._listened_s = 0.0
@@ -131,8 +135,7 @@ class PlacementService:
             else:
                 self._gather()
                 self._hear(self.store.take_changes(self.epoch, WINDOW, wait_s=self._pause_s()))
-            self._place()
-            self._placed_s = time.monotonic()
+            self._keep_pace(self._place())
             if time.monotonic() - self._housekeeping_s >= HOUSEKEEPING_S:
                 self._housekeeping_s = time.monotonic()
                 self._keep_house()
@@ -150,7 +153,13 @@ class PlacementService:
             ordinary = any(window.key is None and window.waiting for window in self.mirror.lanes.values())
             fed = self.batches.is_patient and (fed or not ordinary)
         if fed:
-            time.sleep(max(0.0, self._placed_s + GATHER_S - time.monotonic()))
+            until_s = self._placed_s + gather_s(self.mirror.behind.total(), self._pace)
+            time.sleep(max(0.0, until_s - time.monotonic()))
+
+    def _keep_pace(self, placed: int) -> None:
+        """Notes how many have been placed since the latest plan."""
+        before_s, self._placed_s = self._placed_s, time.monotonic()
+        self._pace += PACE_WEIGHT * (placed / max(1e-3, self._placed_s - before_s) - self._pace)
 
     def resign(self) -> None:
         """Hands the lease over so that a standby need not wait for it to run out."""
@@ -242,14 +251,19 @@ class PlacementService:
 
     # -- placing ---------------------------------------------------------------------------------------------
 
-    def _place(self) -> None:
-        """Plans and commits until a plan places nothing more, or a commit is refused and the mirror is stale."""
+    def _place(self) -> int:
+        """Plans and commits until a plan places nothing more, or a commit is refused and the mirror is stale.
+
+        Returns how many ordinary tasks it has placed, or tried to.
+        """
         self._place_batches()
+        placed = 0
         while True:
             now_s = self._now_s()
             with self.metrics.decision_seconds.time():
                 plan = self._plan(now_s)
             statuses = self._commit(plan, now_s)
+            placed += len(plan.placements)
             refused = "refused" in statuses
             if not refused:
                 self.promises = plan.promises
@@ -265,6 +279,7 @@ class PlacementService:
             short = short_of_memory(self.mirror.lanes.values(), plan.waits, self.mirror.cluster)
             self.batches.settle(self.epoch, windows, short, self.mirror.cluster, now_s)
         self._note_waits({**plan.waits, **self.batches.waits(windows, self.mirror.cluster, now_s)}, now_s)
+        return placed
 
     def _plan(self, now_s: float) -> Plan:
         """A plan that leaves alone what is kept for a model that has waited longest."""
@@ -550,6 +565,11 @@ class PlacementService:
                     max_attempts=self.settings.placement.max_attempts,
                     epoch=self.epoch,
                 )
+
+
+def gather_s(behind: int, pace: float) -> float:
+    """How long changes may gather: until half of what lies ``behind`` executors is taken, at this pace (tasks a second)."""
+    return min(GATHER_S, behind / (2 * pace)) if pace else GATHER_S
 
 
 def make_planner(settings: Settings, *, ignore_memory: bool = False) -> Planner:
