@@ -568,7 +568,7 @@ class PlacementService:
 
 
 def gather_s(behind: int, pace: float) -> float:
-    """How long changes may gather: until half of what lies ``behind`` executors is taken, at this pace (tasks a second)."""
+    """How long changes may gather: until half of what lies ``behind`` executors is taken, ``pace`` tasks a second."""
     return min(GATHER_S, behind / (2 * pace)) if pace else GATHER_S
 
 
