@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import redis
 from billiard.exceptions import SoftTimeLimitExceeded
-from celery import Celery
+from celery import Celery, states
 from celery.app.task import Context
+from celery.app.trace import TraceInfo, trace_ok_t
+from celery.backends.redis import RedisBackend
 from redis.exceptions import OutOfMemoryError
 
 from brim.celery.agent_link import Listener
@@ -30,13 +32,25 @@ from support.valkey import own_server, url_of
 PROC = proc_id() or ""
 
 
+class Reversing(RedisBackend):
+    """A user's own, which does something to what it stores."""
+
+    def get(self, key: Any) -> Any:
+        found = super().get(key)
+        return found and found[::-1]
+
+    def set(self, key: Any, value: Any, **options: Any) -> Any:
+        return super().set(key, value[::-1], **options)
+
+
 class Office:
     """This process as an executor: a stage, and attempts that it has bound."""
 
-    def __init__(self, url: str, namespace: str) -> None:
+    def __init__(self, url: str, namespace: str, backend: str = "") -> None:
         self.client = redis.Redis.from_url(url)
         self.stage = Stage(self.client, namespace, device_uuid())
         self.app = configure(Celery("office", set_as_current=False), url, namespace)
+        self.app.conf.result_backend = backend + url
         self.listener = Listener()
         identity = replace(self.stage.identity, agent=self.listener.address)
         self.attempts = Attempts(identity, settings_for(url, namespace), alone=True)
@@ -111,6 +125,45 @@ def test_a_soft_time_limit_takes_no_result_away_that_is_stored_by_itself(
 
     monkeypatch.setattr(owner, step, interrupted(getattr(owner, step)))
     undisturbed(lambda: tell_end(execution, Outcome(State.SUCCEEDED, None, [0]), kept))
+
+    assert office.app.AsyncResult(execution.task_id).get(timeout=5) == "done"
+    assert office.stage.record(execution.task_id).state is State.SUCCEEDED
+
+
+@pytest.mark.parametrize("state", ["", "HALFWAY"])
+def test_what_a_backend_does_to_a_result_it_does_once(
+    valkey_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path / "devices"))
+    office = Office(valkey_url, namespace, f"{__name__}:Reversing+")
+    execution = office.execution()
+    if state:
+        office.app.backend.store_result(execution.task_id, {"done": 1}, state)
+    kept = office.over(execution, Context())
+
+    assert kept.is_success
+    tell_end(execution, Outcome(State.SUCCEEDED, None, [0]), kept)
+
+    assert office.app.AsyncResult(execution.task_id).get(timeout=5) == "done"
+    office.close()
+
+
+def test_a_failure_behind_the_result_leaves_the_task_succeeded(office: Office) -> None:
+    @office.app.task(name="late", shared=False)
+    def task() -> None: ...
+
+    execution = office.execution()
+    header = {**execution.attempt.fields(), "nesting": 0, "retries": 0}
+
+    def trace(*_: Any) -> trace_ok_t:
+        running, late = _current.get(), SoftTimeLimitExceeded()
+        assert running is not None
+        running.over(Context(), lambda: "done")
+        office.app.backend.mark_as_done(execution.task_id, "done", Context())
+        office.app.backend.mark_as_failure(execution.task_id, late, request=Context())
+        return trace_ok_t(None, TraceInfo(states.FAILURE, late), 0.0, None)
+
+    Executor(office.app, office.attempts).traced(task, trace)(execution.task_id, (), {}, {"brim": header})
 
     assert office.app.AsyncResult(execution.task_id).get(timeout=5) == "done"
     assert office.stage.record(execution.task_id).state is State.SUCCEEDED

@@ -257,6 +257,8 @@ class Executor:
                 execution.attempts.requeue(task_id, attempt, Reason("requeued", "the task asked to be requeued"))
             # Otherwise Celery answers in the main process, and the attempt is ended there.
             return
+        if info is not None and kept is not None and execution.unclaimed and kept.is_success:
+            info = None  # what has gone wrong behind the function's result takes nothing of it back
         outcome = undisturbed(lambda: self._outcome(execution, info))
         try:
             undisturbed(lambda: tell_end(execution, outcome, kept))

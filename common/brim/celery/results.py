@@ -39,7 +39,10 @@ _gathered: ContextVar[Gathered | None] = ContextVar("brim_results", default=None
 
 
 class _Gathering(RedisBackend):
-    """Mixed into the app's backend; it changes nothing outside `Results.together`."""
+    """Mixed into the app's backend, below what that does by itself to a result before it stores and after it reads it.
+
+    It changes nothing outside `Results.together` and `Results.kept`.
+    """
 
     def get(self, key: Any) -> Any:
         """What was read for all, or written meanwhile."""
@@ -55,6 +58,10 @@ class _Gathering(RedisBackend):
             gathered.writes.append(StoredResult(key, value, (self.expires if expires is None else expires) or 0))
         else:
             super()._set(key, value, expires)
+
+    def read(self, keys: Sequence[Any]) -> Any:
+        """What is stored, as it is stored."""
+        return RedisBackend.mget(self, keys)
 
     def write(self, gathered: Gathered) -> None:
         """Store and announce results in one round trip, as `RedisBackend._set` does one by one."""
@@ -95,10 +102,20 @@ class Kept:
         """Have it stored by itself."""
         self._apart = True
 
+    @property
+    def is_success(self) -> bool:
+        """Whether what is to be stored is what the function has returned, which nothing replaces."""
+        token = _gathered.set(self._gathered)
+        try:
+            return bool(self._backend.get_task_meta(self._task_id, cache=False)["status"] == SUCCESS)
+        finally:
+            _gathered.reset(token)
+
     def store(self) -> None:
         """Store it as Celery would have: unless there is a successful result already."""
         if self.result is not None and self._backend.get_state(self._task_id) != SUCCESS:
-            self._backend.set(self.result.key, self.result.value, expires=self.result.expires_s)
+            written = self.result.key, self.result.value, self.result.expires_s
+            self._backend.ensure(self._backend._set, written)
 
 
 class Results:
@@ -115,7 +132,7 @@ class Results:
             yield
             return
         keys = [backend.get_key_for_task(task_id) for task_id in task_ids]
-        gathered = Gathered(dict(zip(keys, patiently(lambda: backend.mget(keys)), strict=True)))
+        gathered = Gathered(dict(zip(keys, patiently(lambda: backend.read(keys)), strict=True)))
         token = _gathered.set(gathered)
         try:
             yield
@@ -153,7 +170,8 @@ class Results:
         backend = self._app.backend
         if isinstance(backend, RedisBackend) and not isinstance(backend, _Gathering):
             kind = type(backend)
-            backend.__class__ = type(kind.__name__, (_Gathering, kind), {"__module__": kind.__module__})
+            bases = (_Gathering,) if kind is RedisBackend else (kind, _Gathering)
+            backend.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
         return backend if isinstance(backend, _Gathering) else None
 
 
