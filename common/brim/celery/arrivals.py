@@ -1,7 +1,7 @@
 """Messages that lie in a worker's queue, taken and claimed together: the transport takes them one at a time.
 
-A worker of one device takes whatever placement has put into its queue (ADR 0011). So when one message comes, it has the
-others in the same round trip, and claims those in a second one.
+A worker of one device takes whatever placement has put into its queue (ADR 0011). So the claim of the message that
+comes brings the others along in the same step, and a second round trip claims those.
 """
 
 from __future__ import annotations

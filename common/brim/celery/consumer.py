@@ -274,8 +274,8 @@ class BrimStep(bootsteps.StartStopStep):
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timers: list[Any] = []
-        self._arrivals = Arrivals(self.attempts, self.queue, alone=len(self.devices) == 1)
-        if len(self.devices) == 1:
+        self._arrivals = Arrivals(self.attempts, self.queue, alone=self._is_alone)
+        if self._is_alone:
             # Celery forgets the tasks that have not begun with a connection: their messages would come again.
             consumer.on_close = _nothing
         self._prepare(consumer.app.tasks.values())
@@ -283,12 +283,17 @@ class BrimStep(bootsteps.StartStopStep):
             setattr(consumer, hook, self._answering(consumer, getattr(consumer, hook), message_at=1))
         consumer.on_decode_error = self._answering(consumer, consumer.on_decode_error, message_at=0)
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other worker serves its devices, or takes messages from its queue."""
+        return len(self.devices) == 1
+
     def _prepare(self, tasks: Iterable[Any]) -> None:
         prepare(tasks, self.attempts, self._arrivals)
 
     def start(self, consumer: Any) -> None:
         """Before messages are consumed on this connection."""
-        if len(self.devices) == 1:
+        if self._is_alone:
             consumer.task_consumer.no_ack = True
         else:
             every_s = consumer.task_consumer.channel.visibility_timeout / 4

@@ -1,12 +1,12 @@
-"""Celery's wire format on a Redis broker: the only module of brim that touches it.
+"""Celery's wire format on a Redis broker: the only package of brim that knows what a message says.
 
 A message in a broker list is one JSON object: ``body`` (base64 of ``[args, kwargs, embed]``), ``headers``
 (task, id, retries, eta, ...) and ``properties`` (delivery tag, priority, reply_to, ...). brim keeps that
 object as the task record's raw envelope, split in two so that a script can put a new attempt into it
 without reading JSON: ``head + slot + tail`` is the message for a device's queue.
 
-Everything here is a pure function on bytes. ``tests/contract/test_envelope.py`` holds it against the
-installed kombu.
+Nothing here asks a server, and only `forward` publishes. ``tests/contract/test_envelope.py`` holds it
+against the installed kombu.
 """
 
 from .bodies import COMPRESSIONS, MEDIA_TYPES, Body
