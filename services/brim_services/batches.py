@@ -164,7 +164,7 @@ class Batches:
         grace_s = self.settings.intake.unfit_grace_s
         gone: dict[str, list[str]] = {}
         for window in windows:
-            profile = self._profile(window)
+            profile = self.profile_of(window.task)
             if window.key is None or profile is None:
                 continue
             for task_id, _, _ in window.waiting:
@@ -182,7 +182,7 @@ class Batches:
         found: dict[str, Unfit] = {}
         largest_mib: dict[str, int] = {}
         for window in windows:
-            profile = self._profile(window)
+            profile = self.profile_of(window.task)
             if window.key is None or profile is None or not window.waiting:
                 continue
             if window.task not in largest_mib:
@@ -244,7 +244,7 @@ class Batches:
     def _is_outdated(self, view: ExecutorView) -> bool:
         """Whether the table has its model with other memory or other limits; one that it has no more may go on."""
         now = self._current.get(_model(view))
-        return now is not None and _fields(now) != _fields(self._its_profile(view))
+        return now is not None and _fields(now) != _fields(self._profile_when_wanted(view))
 
     def _drain(self, epoch: int, name: str, reason: Reason) -> None:
         self.store.drain_executor(name, reason, epoch)
@@ -285,7 +285,7 @@ class Batches:
         for window in windows:
             if window.key is None or not window.waiting:
                 continue
-            if self._profile(window) is None:
+            if self.profile_of(window.task) is None:
                 message = f"the table's profile of {window.task} does not batch it (any more)"
                 found[window.lane] = Reason("not_batched", message)
             elif (unfit := self._unfit.get(window.waiting[0][0])) is not None:
@@ -325,24 +325,21 @@ class Batches:
 
     def window_of(self, window: LaneWindow) -> int:
         """How many items of this lane have to be looked at."""
-        profile = self._profile(window)
+        profile = self.profile_of(window.task)
         if profile is None or profile.batch is None:
             return WINDOW
         limit = profile.batch.level1_limit
         beyond = window.depth if limit is not None and window.depth > limit else 0
         return max(WINDOW, 2 * profile.batch.max_items, beyond)
 
-    def _profile(self, window: LaneWindow) -> Profile | None:
-        return self.profile_of(window.task)
-
     def _lane(self, window: LaneWindow) -> Lane | None:
-        profile = self._profile(window)
+        profile = self.profile_of(window.task)
         if window.key is None or profile is None or profile.batch is None or not window.waiting:
             return None
         return Lane(window.key, tuple(_items(window)), profile.batch.level1_limit)
 
-    def _its_profile(self, view: ExecutorView) -> Profile:
-        """Its profile as it was when it was wanted."""
+    def _profile_when_wanted(self, view: ExecutorView) -> Profile:
+        """An executor's profile as it was when the executor was wanted."""
         profile = self._profiles.get(view.profile)
         if profile is None:
             profile = self._profiles[view.profile] = Profile.model_validate_json(view.profile)
@@ -350,7 +347,7 @@ class Batches:
 
     def executor_of(self, view: ExecutorView) -> Executor:
         """A model executor as decisions see it."""
-        profile = self._its_profile(view)
+        profile = self._profile_when_wanted(view)
         batch = self._current.get(_model(view), profile).batch
         assert batch is not None
         unsealed: dict[BatchKey, list[Item]] = {}
@@ -379,10 +376,10 @@ class Batches:
         """What each model with waiting items wants, and why it must be let alone for now, if so."""
         waiting: dict[ModelKey, list[LaneWindow]] = {}
         for window in windows:
-            if window.key is not None and window.waiting and self._profile(window) is not None:
+            if window.key is not None and window.waiting and self.profile_of(window.task) is not None:
                 waiting.setdefault(window.key.model, []).append(window)
         for model, lanes in waiting.items():
-            profile = self._profile(lanes[0])
+            profile = self.profile_of(lanes[0].task)
             assert profile is not None
             assert profile.batch is not None
             items = sorted((item for lane in lanes for item in _items(lane)), key=lambda item: item.order)
@@ -469,7 +466,7 @@ class Batches:
 
     def _launch(self, epoch: int, move: Launch, windows: Sequence[LaneWindow], cluster: Cluster) -> None:
         window = next(window for window in windows if window.key is not None and window.key.model == move.model)
-        profile, device = self._profile(window), cluster.device(move.device)
+        profile, device = self.profile_of(window.task), cluster.device(move.device)
         assert profile is not None
         assert device is not None
         name = self._free_name(device, move.model)
