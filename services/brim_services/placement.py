@@ -153,8 +153,9 @@ class PlacementService:
             ordinary = any(window.key is None and window.waiting for window in self.mirror.lanes.values())
             fed = self.batches.is_patient and (fed or not ordinary)
         if fed:
-            until_s = self._placed_s + gather_s(self.mirror.behind.total(), self._pace)
-            time.sleep(max(0.0, until_s - time.monotonic()))
+            # Where devices are hungry all the same, nothing waits for them: only items gather.
+            longest_s = GATHER_S if self.mirror.hungry else gather_s(self.mirror.behind.total(), self._pace)
+            time.sleep(max(0.0, self._placed_s + longest_s - time.monotonic()))
 
     def _keep_pace(self, placed: int) -> None:
         """Notes how many have been placed since the latest plan."""
@@ -301,14 +302,18 @@ class PlacementService:
             self._look_further(self.mirror.batch_windows())
             now_s = self._now_s()
             gone = self.batches.place(self.epoch, self.mirror.batch_windows(), self.mirror.cluster, now_s)
-            for lane, ids in gone.items():
-                for task_id in ids:
-                    self.mirror.drop(lane, task_id)
+            self._drop(gone)
             exhausted = self.mirror.exhausted()
             if exhausted:
                 self._apply(Changes(now_s, lanes=self.store.lane_windows(exhausted, WINDOW)))
             if not (gone and exhausted):
                 break
+
+    def _drop(self, gone: Mapping[str, Sequence[str]]) -> None:
+        """Takes items out of the mirror that wait no more, by lane."""
+        for lane, ids in gone.items():
+            for task_id in ids:
+                self.mirror.drop(lane, task_id)
 
     def _look_further(self, windows: Sequence[LaneWindow]) -> None:
         """Reads more of lanes whose batches, or limit, ask for more than is mirrored."""
@@ -456,15 +461,16 @@ class PlacementService:
         self._lose_nodes()
         self.store.forget_finished(self.settings.placement.retention_s, 1000)
         self._learn_run_times()
-        self._check_books()
+        if time.monotonic() - self._checked_s >= CHECK_S:
+            self._checked_s = time.monotonic()
+            self._check_books()
+            self._follow_attempts()
 
     def _refuse_items(self) -> None:
         """Ends items that no batch or no device can hold; of very many, the rest the next time."""
         for _ in range(REFUSING):
             gone = self.batches.refuse(self.epoch, self.mirror.batch_windows(), self.mirror.cluster, self._now_s())
-            for lane, ids in gone.items():
-                for task_id in ids:
-                    self.mirror.drop(lane, task_id)
+            self._drop(gone)
             if not gone:
                 break
             self._apply(Changes(self._now_s(), lanes=self.store.lane_windows(list(gone), WINDOW)))
@@ -480,14 +486,9 @@ class PlacementService:
 
     def _check_books(self) -> None:
         """Says what is wrong in the devices' books, should anything be; what differs only once was under way."""
-        if time.monotonic() - self._checked_s < CHECK_S:
-            return
-        self._checked_s = time.monotonic()
         before, self._differences = self._differences, set(self.store.audit_devices())
         for difference in sorted(self._differences & before):
             log.error("the books are wrong: %s (brim audit tells more)", difference)
-
-        self._follow_attempts()
 
     def _follow_attempts(self) -> None:
         """Finds out how old the attempts on devices are, which promises go by, and which beside promises have ended."""
