@@ -13,6 +13,7 @@ from brim.store.connection import is_outage
         exceptions.BusyLoadingError("Valkey is loading the dataset in memory"),
         exceptions.ReadOnlyError("You can't write against a read only replica."),
         exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'. script: on @user_script:247."),
+        exceptions.NoScriptError("No matching script."),
         exceptions.ResponseError("BUSY Valkey is busy running a script. You can only call SCRIPT KILL."),
         exceptions.ResponseError(
             "Command # 1 (HGETALL brim:device:GPU-25afa091-1 a b c d e) of pipeline caused error: BUSY Valkey is busy"

@@ -25,6 +25,7 @@ _TEMPORARY_ERRORS = (
     exceptions.TimeoutError,
     exceptions.ReadOnlyError,
     exceptions.OutOfMemoryError,
+    exceptions.NoScriptError,  # it has forgotten its scripts once more since they were loaded anew
 )
 
 

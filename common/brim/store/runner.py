@@ -60,8 +60,10 @@ class Runner:
 
     def load(self) -> None:
         """Loads every script; raises ``redis.ResponseError`` for one that the server cannot compile."""
+        pipeline = self._client.pipeline(transaction=False)
         for text in sources().values():
-            self._client.script_load(text)
+            pipeline.script_load(text)
+        pipeline.execute()
 
     def run(self, script: str, keys: Sequence[str], args: Sequence[Arg] = ()) -> Any:
         """The answer of one script."""
