@@ -7,7 +7,8 @@ comes brings the others along in the same step, and a second round trip claims t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -30,7 +31,8 @@ class Arrivals:
         self._queue = queue
         self._alone = alone
         self._taken: list[Any] = []
-        self._claimed: dict[str, ClaimAnswer] = {}
+        self._claimed: dict[tuple[str, str], ClaimAnswer] = {}
+        """By task id and attempt."""
         self._delivering = False
 
     def may_start(self, message: Any, attempt: AttemptHeader) -> bool:
@@ -41,7 +43,7 @@ class Arrivals:
         if not may_be_taken(message, attempt, self._attempts.key):
             return False
         task_id = message.headers["id"]
-        answer = self._claimed.pop(attempt.attempt, None) or self._claim(message.channel, task_id, attempt)
+        answer = self._claimed.pop((task_id, attempt.attempt), None) or self._claim(message.channel, task_id, attempt)
         if answer is not ClaimAnswer.GRANTED:
             refusal(attempt, task_id, "start", answer)
         return answer is ClaimAnswer.GRANTED
@@ -52,8 +54,9 @@ class Arrivals:
             return
         self._delivering = True
         try:
-            self._claim_rest(channel)
-            deliver(self._attempts.store.client, channel, self._queue, self._taken)
+            with putting_back(self._attempts.store.client, key_of(channel, self._queue), self._taken):
+                self._claim_rest(channel)
+                deliver(channel, self._queue, self._taken)
         finally:
             self._delivering = False
             self._taken, self._claimed = [], {}
@@ -68,14 +71,16 @@ class Arrivals:
 
     def _claim_rest(self, channel: Any) -> None:
         """Claim those that are what they should be; what is wrong with the others is found out on delivery."""
-        found = {}
+        pairs, key = [], self._attempts.key
         for raw in self._taken:
-            attempt = attempt_of(raw.get("headers") or {})
-            key = self._attempts.key
-            if attempt is not None and (not key or is_genuine(channel.Message(raw, channel=channel), key)):
-                found[attempt.attempt] = raw["headers"]["id"]
-        if found:
-            self._claimed = self._attempts.claim_all(found)
+            headers = raw.get("headers") or {}
+            attempt = attempt_of(headers)
+            if attempt is None or "id" not in headers:
+                continue
+            if not key or is_genuine(channel.Message(raw, channel=channel), key):
+                pairs.append((headers["id"], attempt.attempt))
+        if pairs:
+            self._claimed = dict(zip(pairs, self._attempts.claim_all(pairs), strict=True))
 
 
 def may_be_taken(message: Any, attempt: AttemptHeader, key: bytes) -> bool:
@@ -102,8 +107,10 @@ def key_of(channel: Any, queue: str) -> str:
 
 def take_rest(client: Any, channel: Any, queue: str) -> None:
     """Have the consumer deal with what else lies in a queue."""
-    raw = client.rpop(key_of(channel, queue), MOST_AT_ONCE) or ()
-    deliver(client, channel, queue, decoded(raw, queue))
+    key = key_of(channel, queue)
+    messages = decoded(client.rpop(key, MOST_AT_ONCE) or (), queue)
+    with putting_back(client, key, messages):
+        deliver(channel, queue, messages)
 
 
 def decoded(raw: Iterable[bytes], queue: str) -> list[Any]:
@@ -111,17 +118,27 @@ def decoded(raw: Iterable[bytes], queue: str) -> list[Any]:
     found = []
     for text in raw:
         try:
-            found.append(json.loads(text))
-        except ValueError as error:
-            log.error("what lies in %s is no message: %s: %.200r", queue, error, text)
+            message = json.loads(text)
+        except ValueError:
+            message = None
+        if isinstance(message, dict):
+            found.append(message)
+        else:
+            log.error("what lies in %s is no message: %.200r", queue, text)
     return found
 
 
-def deliver(client: Any, channel: Any, queue: str, messages: list[Any]) -> None:
-    """Hand messages that were taken from a queue to its consumer, in order."""
+@contextmanager
+def putting_back(client: Any, key: str, messages: list[Any]) -> Iterator[None]:
+    """What is left of the messages when this ends goes back into the queue: something has ended the connection."""
     try:
-        while messages:
-            channel.connection._deliver(messages.pop(0), queue)
+        yield
     finally:
-        if messages:  # one of them ends this connection: the others wait for the next
-            client.rpush(key_of(channel, queue), *(json.dumps(message) for message in reversed(messages)))
+        if messages:
+            client.rpush(key, *(json.dumps(message) for message in reversed(messages)))
+
+
+def deliver(channel: Any, queue: str, messages: list[Any]) -> None:
+    """Hand messages that were taken from a queue to its consumer, in order."""
+    while messages:
+        channel.connection._deliver(messages.pop(0), queue)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
@@ -77,11 +77,9 @@ class Attempts:
         boot = self._identity.boot
         return self.patiently(lambda: self.store.claim_and_take(task_id, attempt.attempt, boot, queue_key, most))
 
-    def claim_all(self, tasks: Mapping[str, str]) -> dict[str, ClaimAnswer]:
-        """The same of several attempts, each with its task's id."""
-        pairs = [(task_id, attempt) for attempt, task_id in tasks.items()]
-        answers = self.patiently(lambda: self.store.claim_all(pairs, self._identity.boot))
-        return dict(zip(tasks, answers, strict=True))
+    def claim_all(self, pairs: Sequence[tuple[str, str]]) -> list[ClaimAnswer]:
+        """The same of several (task id, attempt)."""
+        return self.patiently(lambda: self.store.claim_all(pairs, self._identity.boot))
 
     def bind(self, task_id: str, attempt: AttemptHeader, proc: str) -> Bound:
         """An executor is about to run the task."""
