@@ -11,8 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 from brim.celery.envelope import BrokerLayout, slot
 from brim.celery.revokes import Revokes
@@ -43,42 +41,6 @@ FULL_S = 0.1
 """Time between two looks for room in overflow when it is full."""
 
 
-class Bells:
-    """One blocking connection per broker list, so that a message in any of them is heard at once."""
-
-    def __init__(self, store: Store, lists: Sequence[str], stop: threading.Event) -> None:
-        self._heard: SimpleQueue[Peeked] = SimpleQueue()
-        self._armed = threading.Event()
-        for key in lists:
-            threading.Thread(target=self._listen, args=(store, key, stop), daemon=True).start()
-
-    def wait(self, timeout_s: float) -> list[Peeked]:
-        """The first message that comes within ``timeout_s``; call it only when the lists were empty.
-
-        It is still in its list, unless another replica has been faster.
-        """
-        with suppress(Empty):
-            while True:
-                self._heard.get_nowait()  # it came before the lists were found empty
-        self._armed.set()
-        with suppress(Empty):
-            return [self._heard.get(timeout=timeout_s)]
-        return []
-
-    def _listen(self, store: Store, key: str, stop: threading.Event) -> None:
-        while not stop.is_set():
-            if not self._armed.wait(1.0):
-                continue
-            try:
-                heard = store.wait_for_message(key, 1.0)
-            except Exception:  # the service's own step meets the same outage, says so and waits for its end
-                stop.wait(0.5)
-                continue
-            if heard is not None:
-                self._armed.clear()
-                self._heard.put(Peeked(key, heard))
-
-
 class Intake:
     """Peek, assess, admit; and let scheduled and unestimated tasks go on when their time has come."""
 
@@ -88,7 +50,7 @@ class Intake:
         self.table = table
         layout = BrokerLayout.of(settings.broker.model_dump())
         self.lists = layout.lists()
-        self.bells = Bells(store, self.lists, stop)
+        self.bells = store.bells(self.lists)
         self.metrics = IntakeMetrics()
         self.signatures: dict[str, TaskSignature] = {}
         self._signed: dict[str, str] = {}
@@ -101,8 +63,9 @@ class Intake:
         self._learnt_s = self._unhurried_s = -math.inf
 
     def lost_touch(self) -> None:
-        """The table is published again: the server may have lost it."""
+        """The table is published again: the server may have lost it. Whoever is asked for messages may be away."""
         self._published = False
+        self.bells.close()
 
     def step(self) -> None:
         """Admits one batch, or waits for a message."""
@@ -126,7 +89,7 @@ class Intake:
             self._stop.wait(FULL_S)
         elif not self.admit(seen.messages[:room]) and not due:
             until_s = IDLE_S if seen.next_eta_s is None else seen.next_eta_s - seen.now_s
-            self.admit(self.bells.wait(min(IDLE_S, until_s)))
+            self.admit(self.bells.wait(min(IDLE_S, until_s))[:room])
 
     def admit(self, messages: Sequence[Peeked]) -> int:
         """Admits these messages; returns how many."""

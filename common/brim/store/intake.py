@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from brim.core.model import Identity, Reason, State
 
 from .base import Base
+from .bells import Bells
 from .codec import dump, dump_demand, milliseconds
 from .runner import Arg, Call
 from .types import Admission, AdmitAnswer, Look, Peeked
@@ -40,13 +41,9 @@ class IntakeSide(Base):
             found[:limit],
         )
 
-    def wait_for_message(self, key: str, timeout_s: float) -> bytes | None:
-        """The message at the broker list's consuming end, as soon as there is one; None after ``timeout_s``.
-
-        Moves nothing: that element moves onto itself.
-        """
-        message: bytes | None = self.client.blmove(key, key, timeout_s, "RIGHT", "RIGHT")
-        return message
+    def bells(self, lists: Sequence[str]) -> Bells:
+        """What tells of messages in these broker lists while they are empty."""
+        return Bells(self.client, lists)
 
     def admit(self, batch: Sequence[Admission]) -> list[AdmitAnswer]:
         """Admits or refuses messages in one round trip; each as a whole."""
