@@ -309,14 +309,14 @@ class Model:
             return "cancelled"
         if task.attempt != attempt:
             return "stale"
-        if task.state is State.CLAIMED and task.boot == boot:
+        if task.boot == boot:
             return "granted"
         if task.state is not State.PLACED:
             return "stale"
         task.state, task.boot = State.CLAIMED, boot
         return "granted"
 
-    def bind(self, task_id: str, attempt: str, proc: str) -> str:
+    def bind(self, task_id: str, attempt: str, proc: str, boot: str) -> str:
         task = self.tasks.get(task_id)
         if task is None:
             return "unknown"
@@ -329,8 +329,11 @@ class Model:
         answer = "doomed" if doomed else "granted"
         if task.state is State.RUNNING and task.proc == proc:
             return answer
-        if task.state is not State.CLAIMED:
+        claims = task.state is State.PLACED and boot != ""
+        if task.state is not State.CLAIMED and not claims:
             return "stale"
+        if claims:
+            task.boot = boot
         task.state, task.proc = State.RUNNING, proc
         for book in books:
             book.attempts[attempt].proc = proc

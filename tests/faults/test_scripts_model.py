@@ -223,7 +223,7 @@ class Scripts(RuleBasedStateMachine):
         if task.state is State.PLACED:
             self.claim(client, a, "w1")
         elif task.state is State.CLAIMED:
-            self.bind(client, a, data.draw(procs))
+            self.bind(client, a, data.draw(procs), data.draw(st.one_of(st.just(""), boots)))
         elif task.state is State.RUNNING:
             call = data.draw(st.sampled_from(["finish", "finish", "complete", "complete", "out of memory"]), "call")
             if call == "finish":
@@ -377,7 +377,7 @@ class Scripts(RuleBasedStateMachine):
         if call == "claim":
             self.claim(client, a, data.draw(boots))
         elif call == "bind":
-            self.bind(client, a, data.draw(procs))
+            self.bind(client, a, data.draw(procs), data.draw(st.one_of(st.just(""), boots)))
         elif call == "finish":
             known = self.model.tasks.get(a.task_id)
             proc = data.draw(st.sampled_from(["", "", known.proc if known else "", "10.1"]), "proc")
@@ -397,9 +397,9 @@ class Scripts(RuleBasedStateMachine):
         found = self.begin(client).claim(a.task_id, a.attempt, boot)
         assert found == self.model.claim(a.task_id, a.attempt, boot)
 
-    def bind(self, client: int, a: Commit, proc: str) -> None:
-        found = self.begin(client).bind(a.task_id, a.attempt, a.devices, proc).answer
-        assert found == self.model.bind(a.task_id, a.attempt, proc)
+    def bind(self, client: int, a: Commit, proc: str, boot: str) -> None:
+        found = self.begin(client).bind(a.task_id, a.attempt, a.devices, proc, boot=boot).answer
+        assert found == self.model.bind(a.task_id, a.attempt, proc, boot)
 
     def finish(self, client: int, a: Commit, proc: str, left_to_main: bool) -> None:
         found = self.begin(client).finish(a.task_id, a.attempt, proc, left_to_main=left_to_main)

@@ -62,7 +62,6 @@ class Office:
         attempt = self.stage.place(sent.id)
         assert attempt is not None
         header = AttemptHeader(attempt, self.stage.identity.devices, "n1", VRAM_MIB, CONTEXT_MIB, 0, 0)
-        assert self.attempts.claim(sent.id, header) is ClaimAnswer.GRANTED
         execution = Execution(self.attempts, sent.id, header, PROC)
         assert execution.bind().answer is ClaimAnswer.GRANTED
         return execution
@@ -256,10 +255,10 @@ def test_messages_stay_where_they_are_while_the_server_has_no_room_for_the_claim
 
         office.client.config_set("maxmemory", 1)
         with pytest.raises(OutOfMemoryError):
-            store.claim_and_take(ids[0], attempts[0] or "", "b00t", queue, 64)
+            store.claim_and_take([(ids[0], attempts[0] or "")], "b00t", queue, 64)
         office.client.config_set("maxmemory", 0)
 
         assert office.client.llen(queue) == 2
-        answer, taken = store.claim_and_take(ids[0], attempts[0] or "", "b00t", queue, 64)
-        assert (answer, len(taken), office.client.llen(queue)) == (ClaimAnswer.GRANTED, 2, 0)
+        answer, taken = store.claim_and_take([(ids[0], attempts[0] or "")], "b00t", queue, 64)
+        assert (answer, len(taken), office.client.llen(queue)) == ([ClaimAnswer.GRANTED], 2, 0)
         office.close()

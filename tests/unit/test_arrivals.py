@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from brim.celery.arrivals import Arrivals, decoded
+from brim.celery.arrivals import Arrivals, attempt_of, decoded
 from brim.celery.envelope import HEADER, attempt_fields
 from brim.store.types import ClaimAnswer
 
@@ -21,46 +21,76 @@ def raw_of(task_id: str, attempt: str) -> dict[str, Any]:
 
 
 class Plant:
-    """A worker's queue that has three messages, and who claims them."""
+    """A worker's queue in which messages lie behind the one that has come, and who claims them."""
 
-    key = b""
-
-    def __init__(self, *rest: dict[str, Any], fails: bool = False) -> None:
-        self.rest, self.fails = rest, fails
+    def __init__(self, *rest: dict[str, Any], key: bytes = b"", outage: int = 0) -> None:
+        self.rest, self.key, self.outage = list(rest), key, outage
         self.pushed: list[Any] = []
-        self.started: dict[str, bool] = {}
+        self.begun: list[str] = []
+        self.claims: list[list[str]] = []
         self.store = SimpleNamespace(client=SimpleNamespace(rpush=lambda _, *texts: self.pushed.extend(texts)))
         self.arrivals = Arrivals(self, QUEUE, alone=True)  # type: ignore[arg-type]
         self.channel = SimpleNamespace(global_keyprefix="", connection=SimpleNamespace(_deliver=self.arrive))
 
-    def claim_and_take(self, *_: Any) -> tuple[ClaimAnswer, list[bytes]]:
-        return ClaimAnswer.GRANTED, [json.dumps(raw).encode() for raw in self.rest]
+    def claim_and_take(self, pairs: list[tuple[str, str]], *_: Any) -> tuple[list[ClaimAnswer], list[bytes]]:
+        rest, self.rest = self.rest, []
+        return self.claim_all(pairs), [json.dumps(raw).encode() for raw in rest]
 
     def claim_all(self, pairs: list[tuple[str, str]]) -> list[ClaimAnswer]:
-        if self.fails:
-            raise ConnectionError("away")
-        return [ClaimAnswer.GRANTED if task == "genuine" else ClaimAnswer.STALE for task, _ in pairs]
+        self.claims.append([task_id for task_id, _ in pairs])
+        return [ClaimAnswer.STALE if task_id == "stale" else ClaimAnswer.GRANTED for task_id, _ in pairs]
 
     def arrive(self, raw: dict[str, Any], _: str = QUEUE) -> None:
+        if len(self.begun) == self.outage != 0:
+            raise ConnectionError("away")
         headers = raw["headers"]
         message: Any = SimpleNamespace(headers=headers, channel=self.channel)
-        attempt: Any = SimpleNamespace(attempt=headers[HEADER]["attempt"])
-        self.started[headers["id"]] = self.arrivals.may_start(message, attempt)
-        self.arrivals.deliver_rest(self.channel)
+        attempt = attempt_of(headers)
+        assert attempt is not None
+        if self.arrivals.come(message, attempt):
+            self.begun.append(headers["id"])
+        self.arrivals.settle()
 
 
-def test_a_message_with_anothers_attempt_does_not_take_its_claim() -> None:
-    plant = Plant(raw_of("genuine", "1-2"), raw_of("forged", "1-2"))
+def test_what_has_come_is_begun_before_it_is_claimed_and_brings_the_rest_along() -> None:
+    plant = Plant(raw_of("second", "1-2"), raw_of("third", "1-3"))
     plant.arrive(raw_of("first", "1-1"))
-    assert plant.started == {"first": True, "genuine": True, "forged": False}
+    assert plant.begun == ["first", "second", "third"]
+    assert plant.claims == [["first"], ["second", "third"]]
     assert plant.pushed == []
 
 
-def test_messages_whose_claim_fails_go_back_in_order() -> None:
-    plant = Plant(raw_of("a", "1-2"), raw_of("b", "1-3"), fails=True)
+def test_the_start_claim_comes_first_where_the_worker_answers_itself() -> None:
+    """And what it brings along is dealt with all the same."""
+    plant = Plant(raw_of("second", "1-2"))
+    first = raw_of("first", "1-1")
+    attempt = attempt_of(first["headers"])
+    assert attempt is not None
+    message: Any = SimpleNamespace(headers=first["headers"], channel=plant.channel)
+
+    assert plant.arrivals.come(message, attempt)
+    plant.arrivals.claim()
+    assert plant.claims == [["first"]]
+    plant.arrivals.settle()
+
+    assert plant.begun == ["second"]
+    assert plant.claims == [["first"], ["second"]]
+
+
+def test_a_refused_claim_keeps_nobody_elses_message(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="brim.worker")
+    plant = Plant(raw_of("stale", "1-2"), raw_of("third", "1-3"))
+    plant.arrive(raw_of("first", "1-1"))
+    assert "attempt 1-2 of stale may not start: stale" in caplog.messages
+    assert plant.claims == [["first"], ["stale", "third"]]
+
+
+def test_messages_behind_one_that_an_outage_strikes_go_back_in_order() -> None:
+    plant = Plant(raw_of("second", "1-2"), *(raw_of(name, f"1-{name}") for name in "abc"), outage=2)
     with pytest.raises(ConnectionError, match="away"):
         plant.arrive(raw_of("first", "1-1"))
-    assert [json.loads(text)["headers"]["id"] for text in plant.pushed] == ["b", "a"]
+    assert plant.begun == ["first", "second"]
+    assert [json.loads(text)["headers"]["id"] for text in plant.pushed] == ["c", "b"]
 
 
 def test_what_is_no_message_is_let_go() -> None:

@@ -1,7 +1,7 @@
 """Messages that lie in a worker's queue, taken and claimed together: the transport takes them one at a time.
 
 A worker of one device takes whatever placement has put into its queue (ADR 0011). So the claim of the message that
-comes brings the others along in the same step, and a second round trip claims those.
+has come brings the others along in the same step, and a second round trip claims those.
 """
 
 from __future__ import annotations
@@ -24,63 +24,62 @@ MOST_AT_ONCE = 64
 
 
 class Arrivals:
-    """The messages of a worker's queue; ``alone``: nobody else takes messages from it, or needs any."""
+    """The messages of a worker's queue; ``alone``: nobody else takes messages from it, or needs any.
+
+    They are claimed when the pool has them, so that an idle executor does not wait for that: it claims what it begins
+    itself, and is refused what is not the live attempt (ADR 0013).
+    """
 
     def __init__(self, attempts: Attempts, queue: str, *, alone: bool) -> None:
         self._attempts = attempts
         self._queue = queue
         self._alone = alone
+        self._unclaimed: list[tuple[str, AttemptHeader]] = []
         self._taken: list[Any] = []
-        self._claimed: dict[tuple[str, str], ClaimAnswer] = {}
-        """By task id and attempt."""
+        self._channel: Any = None
         self._delivering = False
 
-    def may_start(self, message: Any, attempt: AttemptHeader) -> bool:
-        """The start claim; nothing is claimed for a message that brim has not made, where there is a key to tell by.
+    def come(self, message: Any, attempt: AttemptHeader) -> bool:
+        """Whether the pool may have this message: not if brim has not made it, where there is a key to tell by.
 
-        Call `deliver_rest` when this message has been dealt with.
+        Call `settle` when this message has been dealt with.
         """
-        if not may_be_taken(message, attempt, self._attempts.key):
-            return False
-        task_id = message.headers["id"]
-        answer = self._claimed.pop((task_id, attempt.attempt), None) or self._claim(message.channel, task_id, attempt)
-        if answer is not ClaimAnswer.GRANTED:
-            refusal(attempt, task_id, "start", answer)
-        return answer is ClaimAnswer.GRANTED
+        genuine = may_be_taken(message, attempt, self._attempts.key)
+        if genuine:
+            self._unclaimed.append((message.headers["id"], attempt))
+            self._channel = message.channel
+        return genuine
 
-    def deliver_rest(self, channel: Any) -> None:
-        """Have the consumer deal with the messages that were taken with the one before."""
-        if self._delivering or not self._taken:
+    def claim(self) -> None:
+        """The start claims of what has come; with them, what else lies in the queue is taken."""
+        if not self._unclaimed:
+            return
+        unclaimed, self._unclaimed = self._unclaimed, []
+        pairs = [(task_id, attempt.attempt) for task_id, attempt in unclaimed]
+        if self._alone and not self._delivering:
+            answers, raw = self._attempts.claim_and_take(pairs, key_of(self._channel, self._queue), MOST_AT_ONCE)
+            self._taken += decoded(raw, self._queue)
+        else:
+            answers = self._attempts.claim_all(pairs)
+        for (task_id, attempt), answer in zip(unclaimed, answers, strict=True):
+            if answer is not ClaimAnswer.GRANTED:
+                refusal(attempt, task_id, "start", answer)
+
+    def settle(self) -> None:
+        """Claim what has come, and have the consumer deal with the messages that are taken with that."""
+        if self._delivering:
+            return
+        self.claim()
+        if not self._taken:
             return
         self._delivering = True
         try:
-            with putting_back(self._attempts.store.client, key_of(channel, self._queue), self._taken):
-                self._claim_rest(channel)
-                deliver(channel, self._queue, self._taken)
+            with putting_back(self._attempts.store.client, key_of(self._channel, self._queue), self._taken):
+                deliver(self._channel, self._queue, self._taken)
+            self.claim()
         finally:
             self._delivering = False
-            self._taken, self._claimed = [], {}
-
-    def _claim(self, channel: Any, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
-        if self._delivering or not self._alone:
-            return self._attempts.claim(task_id, attempt)
-        key = key_of(channel, self._queue)
-        answer, raw = self._attempts.claim_and_take(task_id, attempt, key, MOST_AT_ONCE)
-        self._taken = decoded(raw, self._queue)
-        return answer
-
-    def _claim_rest(self, channel: Any) -> None:
-        """Claim those that are what they should be; what is wrong with the others is found out on delivery."""
-        pairs, key = [], self._attempts.key
-        for raw in self._taken:
-            headers = raw.get("headers") or {}
-            attempt = attempt_of(headers)
-            if attempt is None or "id" not in headers:
-                continue
-            if not key or is_genuine(channel.Message(raw, channel=channel), key):
-                pairs.append((headers["id"], attempt.attempt))
-        if pairs:
-            self._claimed = dict(zip(pairs, self._attempts.claim_all(pairs), strict=True))
+            self._taken = []
 
 
 def may_be_taken(message: Any, attempt: AttemptHeader, key: bytes) -> bool:

@@ -66,24 +66,20 @@ class Attempts:
         """The server's clock, the only one that all nodes have in common."""
         return self.patiently(lambda: self.store.server_ms() / 1000)
 
-    def claim(self, task_id: str, attempt: AttemptHeader) -> ClaimAnswer:
-        """The start claim, before the pool gets the task."""
-        return self.patiently(lambda: self.store.claim(task_id, attempt.attempt, self._identity.boot))
-
-    def claim_and_take(
-        self, task_id: str, attempt: AttemptHeader, queue_key: str, most: int
-    ) -> tuple[ClaimAnswer, Sequence[bytes]]:
-        """The same, and at most so many further messages of the worker's queue, which are taken out of it."""
-        boot = self._identity.boot
-        return self.patiently(lambda: self.store.claim_and_take(task_id, attempt.attempt, boot, queue_key, most))
-
     def claim_all(self, pairs: Sequence[tuple[str, str]]) -> list[ClaimAnswer]:
-        """The same of several (task id, attempt)."""
+        """The start claims of several (task id, attempt): this worker has their messages."""
         return self.patiently(lambda: self.store.claim_all(pairs, self._identity.boot))
 
+    def claim_and_take(
+        self, pairs: Sequence[tuple[str, str]], queue_key: str, most: int
+    ) -> tuple[list[ClaimAnswer], Sequence[bytes]]:
+        """The same, and at most so many further messages of the worker's queue, which are taken out of it."""
+        return self.patiently(lambda: self.store.claim_and_take(pairs, self._identity.boot, queue_key, most))
+
     def bind(self, task_id: str, attempt: AttemptHeader, proc: str) -> Bound:
-        """An executor is about to run the task."""
-        return self.patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc))
+        """An executor is about to run the task, which its worker may be about to claim."""
+        boot = self._identity.boot
+        return self.patiently(lambda: self.store.bind(task_id, attempt.attempt, attempt.devices, proc, boot=boot))
 
     def finish(self, task_id: str, attempt: AttemptHeader, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:
         """The finish claim: only who is granted it may publish anything about the task."""

@@ -31,6 +31,7 @@ from .attempts import MAIN_PROCESS, Attempts, refusal
 from .envelope import HEADER, AttemptHeader, context, forward, received
 from .executor import failure
 from .model_executor import LOOK_S, ModelExecutor
+from .pool import begin_waiting
 
 log = get_logger("brim.worker")
 
@@ -53,28 +54,36 @@ def prepare(tasks: Iterable[Any], attempts: Attempts, arrivals: Arrivals) -> Non
         task.reject_on_worker_lost = True
         task.retry_on_worker_lost = False
         base = symbol_by_name(task.Request)
-        task.Request = type("Request", (AttemptRequest, base), {"attempts": attempts})
+        task.Request = type("Request", (AttemptRequest, base), {"attempts": attempts, "arrivals": arrivals})
         task.Strategy = partial(strategy, arrivals, task.Strategy)
 
 
 def strategy(arrivals: Arrivals, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
-    """The task's own strategy behind the start claim; a message that is not granted is let go silently."""
+    """The task's own strategy, with the start claim behind it; a message that brim has not made is let go.
+
+    Whenever a task has come or is over, an executor that is idle begins with what the pool has.
+    """
     handle = instantiate(inner, task, app, consumer, **options)
+
+    def over(*_: Any) -> None:
+        begin_waiting(consumer)
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
         if consumer.task_consumer.no_ack:
-            ack = reject = _nothing
+            ack, reject = over, _nothing
         attempt = attempt_of(message.headers)
         try:
             if attempt is None:
                 # Its memory is unknown here: whoever sent it past placement, intake knows what to do with it.
                 log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
                 forward(message)
-            elif arrivals.may_start(message, attempt):
-                return handle(message, body, ack, reject, callbacks, **more)
+            elif arrivals.come(message, attempt):
+                handled = handle(message, body, ack, reject, callbacks, **more)
+                begin_waiting(consumer)
+                return handled
             return ack(log, consumer.connection_errors)
         finally:
-            arrivals.deliver_rest(message.channel)
+            arrivals.settle()
 
     return on_message
 
@@ -83,6 +92,7 @@ class AttemptRequest(Request):
     """Mixed into every task's request class in a device's worker."""
 
     attempts: Attempts
+    arrivals: Arrivals
     _granted = False
     _ended = False
 
@@ -168,11 +178,16 @@ class AttemptRequest(Request):
     def _may_answer(self, *, left_to_main: bool = False) -> bool:
         """The finish claim; a granted one is kept, because Celery announces some outcomes twice."""
         if not self._granted:
+            self._claim()
             answer = self.attempts.finish(self.id, self.attempt, MAIN_PROCESS, left_to_main=left_to_main)
             self._granted = answer is ClaimAnswer.GRANTED
             if not self._granted:
                 refusal(self.attempt, self.id, "answer", answer)
         return self._granted
+
+    def _claim(self) -> None:
+        """The start claim, if it has not been made yet."""
+        self.arrivals.claim()
 
     def _end(self, state: State, reason: Reason) -> None:
         if not self._ended:
@@ -199,11 +214,9 @@ class ItemRequest(AttemptRequest):
             number = platforms.signals.signum(signal or TERM_SIGNAME)
             self._announce_revoked("terminated", True, number, False)
 
-    def _may_answer(self, *, left_to_main: bool = False) -> bool:
-        """An item that is not sealed yet is claimed first, as its batch would claim it."""
-        if not self._granted:
-            self.executor.claim_one(self.id, self.attempt)
-        return super()._may_answer(left_to_main=left_to_main)
+    def _claim(self) -> None:
+        """Of an item that is not sealed yet, as its batch would claim it."""
+        self.executor.claim_one(self.id, self.attempt)
 
 
 def hand_over(tasks: Iterable[Any], attempts: Attempts, executor: ModelExecutor) -> None:
@@ -346,15 +359,16 @@ class BrimStep(bootsteps.StartStopStep):
                 else:
                     message.ack_log_error(log, consumer.connection_errors)
             finally:
-                self._arrivals.deliver_rest(message.channel)
+                self._arrivals.settle()
 
         return answering
 
     def _answer(self, consumer: Any, message: Any, attempt: AttemptHeader, error: Exception) -> bool:
         """Fail a task that could not even be begun; not if its attempt is not the live one."""
         task_id, task = message.headers["id"], message.headers["task"]
-        if not self._arrivals.may_start(message, attempt):
+        if not self._arrivals.come(message, attempt):
             return False
+        self._arrivals.claim()
         if self.attempts.finish(task_id, attempt, MAIN_PROCESS) is not ClaimAnswer.GRANTED:
             return False
         cause = NotRegistered(task) if isinstance(error, KeyError) else error

@@ -19,7 +19,7 @@ class AttemptSide(Base):
     """What executors and their agents tell about attempts."""
 
     def claim(self, task_id: str, attempt: str, boot: str) -> ClaimAnswer:
-        """The start claim of a device's worker (this ``boot`` of it), before the pool gets the task."""
+        """The start claim: a device's worker (this ``boot`` of it) has the attempt's message."""
         return self.claim_all([(task_id, attempt)], boot)[0]
 
     def claim_all(self, pairs: Sequence[tuple[str, str]], boot: str) -> list[ClaimAnswer]:
@@ -28,19 +28,23 @@ class AttemptSide(Base):
         return [ClaimAnswer(answer.decode()) for answer in answers]
 
     def claim_and_take(
-        self, task_id: str, attempt: str, boot: str, queue_key: str, most: int
-    ) -> tuple[ClaimAnswer, Sequence[bytes]]:
-        """The start claim, and in the same step at most so many further messages out of the worker's queue."""
-        call = self._claim(task_id, attempt, boot)
-        answer, *raw = self.runner.run("claim", [*call.keys, queue_key], [*call.args, most])
-        return ClaimAnswer(answer.decode()), raw
+        self, pairs: Sequence[tuple[str, str]], boot: str, queue_key: str, most: int
+    ) -> tuple[list[ClaimAnswer], Sequence[bytes]]:
+        """The same of one or more, and in the last one's step at most so many messages out of the worker's queue."""
+        *calls, last = [self._claim(task_id, attempt, boot) for task_id, attempt in pairs]
+        taking = Call(last.script, [*last.keys, queue_key], [*last.args, most])
+        *answers, (answer, *raw) = self.runner.run_many([*calls, taking])
+        return [ClaimAnswer(each.decode()) for each in (*answers, answer)], raw
 
     def _claim(self, task_id: str, attempt: str, boot: str) -> Call:
         keys = self.keys
         return Call("claim", [keys.task(task_id), keys.story(task_id), keys.counts], [attempt, boot])
 
-    def bind(self, task_id: str, attempt: str, devices: Sequence[str], proc: str) -> Bound:
-        """Binds an attempt to the executor process ``proc`` ("<pid>.<start ticks>") that will run it."""
+    def bind(self, task_id: str, attempt: str, devices: Sequence[str], proc: str, *, boot: str = "") -> Bound:
+        """Binds an attempt to the executor process ``proc`` ("<pid>.<start ticks>") that will run it.
+
+        With its worker's ``boot`` this is the start claim, too, where that is still on its way.
+        """
         keys = self.keys
         names = [
             keys.task(task_id),
@@ -51,7 +55,7 @@ class AttemptSide(Base):
             keys.wake,
         ]
         names += [keys.book(uuid) for uuid in devices]
-        answer, estimate = self.runner.run("bind", names, [attempt, proc])
+        answer, estimate = self.runner.run("bind", names, [attempt, proc, boot])
         return Bound(ClaimAnswer(answer.decode()), guard_of(estimate))
 
     def finish(self, task_id: str, attempt: str, proc: str, *, left_to_main: bool = False) -> ClaimAnswer:

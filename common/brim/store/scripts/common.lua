@@ -79,6 +79,12 @@ local function move(record, counts, from, to, ...)
   count(counts, from, to)
 end
 
+-- An attempt that waits for its worker has been taken by this boot of it, and goes on to a state, with further fields.
+local function take_placed(record, story, counts, now, attempt, boot, to, ...)
+  move(record, counts, 'placed', to, 'boot', boot, 'claimed_ms', integer(now), ...)
+  tell(story, now, 'claimed', ',"attempt":"' .. attempt .. '"')
+end
+
 -- Wakes placement; the list is a semaphore of at most one.
 local function rouse(wake)
   if redis.call('LLEN', wake) == 0 then redis.call('LPUSH', wake, '1') end
