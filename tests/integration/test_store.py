@@ -185,6 +185,30 @@ def test_a_stale_placement_is_fenced(cluster: Cluster) -> None:
         cluster.store.take_changes(old, 10)
 
 
+@pytest.mark.parametrize("claim_first", [True, False])
+def test_the_start_claim_and_the_bind_come_in_either_order(cluster: Cluster, claim_first: bool) -> None:
+    cluster.admit("a")
+    attempt, _ = cluster.place("a")
+    store = cluster.store
+    steps = [
+        lambda: store.claim("a", attempt, "w1"),
+        lambda: store.bind("a", attempt, [GPU], "10.1", boot="w1").answer,
+    ]
+    assert [step() for step in (steps if claim_first else reversed(steps))] == [ClaimAnswer.GRANTED] * 2
+
+    assert [line["event"] for line in store.story("a")] == ["admitted", "placed", "claimed", "started"]
+    view = cluster.view(attempt)
+    assert (view.state, view.boot, view.proc) == (State.RUNNING, "w1", "10.1")
+    assert view.claimed_s is not None
+    assert store.claim("a", attempt, "w2") is ClaimAnswer.STALE
+
+
+def test_a_process_without_a_worker_binds_only_what_is_claimed(cluster: Cluster) -> None:
+    cluster.admit("a")
+    attempt, _ = cluster.place("a")
+    assert cluster.store.bind("a", attempt, [GPU], "10.1").answer is ClaimAnswer.STALE
+
+
 def test_only_the_live_attempt_may_claim_bind_and_finish(cluster: Cluster) -> None:
     cluster.admit("a")
     first = cluster.run("a")
