@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import is_, is_not
@@ -47,9 +47,11 @@ class Heads:
         self.given: list[Lane] = []
         """The lanes as they were told last."""
 
-    def look(self, lanes: Iterable[Lane]) -> bool:
-        """Take over the lanes and their heads; whether they are others than before, or ask for something else."""
-        given = [lane for lane in lanes if lane.waiting]
+    def look(self, given: list[Lane]) -> bool:
+        """Take over the lanes and their heads; whether they are others than before, or ask for something else.
+
+        In each of them something waits.
+        """
         as_before = len(given) == len(self.given) and all(map(is_, given, self.given))
         others = not as_before and self._take(given)
         first = [lane.waiting[0] for lane in self.lanes]

@@ -6,9 +6,9 @@ planner remembers between calls only saves it from working out again what has no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 
 import numpy as np
@@ -116,10 +116,15 @@ class Planner:
         ``promises`` are those of the last plan whose placements were all committed. After a refused commit,
         refresh the cluster and plan again with the promises from before. ``reasons=False`` leaves out ``waits``.
         """
-        if self._memory is None or self._memory.cluster is not cluster:
-            self._memory = _Memory(self, cluster)
-        self._memory.look(lanes)
-        return _Pass(self.settings, self._memory, now_s).run(promises, reasons=reasons)
+        memory = self._memory
+        if memory is None or memory.cluster is not cluster:
+            memory = self._memory = _Memory(self, cluster)
+        given = [lane for lane in lanes if lane.waiting]
+        if not given and not memory.veils:
+            memory.rest()
+            return Plan()
+        memory.look(given)
+        return _Pass(self.settings, memory, now_s).run(promises, reasons=reasons)
 
 
 @dataclass(slots=True)
@@ -166,7 +171,7 @@ class _Memory:
         self.heads = Heads()
         """The lanes of the plan; their places are those of all arrays here."""
         self.known: dict[str, _Known] = {}
-        """By lane, those whose reasons have been known for the longest first."""
+        """By lane."""
         self.of_place: list[_Known] = []
         """The same by place."""
         self.rows: Ints = np.zeros(0, dtype=np.int64)
@@ -174,7 +179,7 @@ class _Memory:
         self.asked_mib: Floats = np.zeros(0)
         """[L] of the lanes."""
         self.reasons: dict[str, Reason] = {}
-        """Why the head of each lane waits, as it was told last."""
+        """Why the head of each lane waits, as it was told last; those that were told the longest ago first."""
         self.asleep: Bools = np.zeros(0, dtype=bool)
         """[L] lanes that fitted nowhere on any board when the boards were as they were at ``slept``."""
         self.slept: dict[Board, tuple[int, int]] = {}
@@ -187,13 +192,25 @@ class _Memory:
         self.veilings = 0
         """Changes whenever other nodes are promised than before."""
 
-    def look(self, lanes: Iterable[Lane]) -> None:
+    def rest(self) -> None:
+        """Nothing waits: take over what has changed. What is known of the lanes stays, for they may be used again."""
+        self.reasons.clear()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what has changed in the cluster and in the mix."""
+        for board in self.boards:
+            board.refresh()
+
+    def look(self, lanes: list[Lane]) -> None:
         """Take over the lanes of a plan and their heads; new ones are awake."""
         before = self.of_place
-        if not self.heads.look(lanes) and len(self.known) >= len(before):
+        if not self.heads.look(lanes):
             return
         asleep = {id(known) for known, asleep in zip(before, self.asleep.tolist(), strict=True) if asleep}
-        for lane in self.heads.given:
+        for key in self.known.keys() - self.heads.places.keys():
+            self.forget(key)
+        for lane in lanes:
             self._know(lane)
         self.of_place = [self.known[key] for key in self.heads.places]
         self.rows = np.array([known.row for known in self.of_place], dtype=np.int64)
@@ -221,6 +238,7 @@ class _Memory:
     def fitting(self) -> Bools | None:
         """[L] lanes that fitted nowhere at ``slept`` and fit somewhere now, perhaps with others; None if that cannot
         be told."""
+        self.refresh()
         moments = [(self.slept.get(board, NEVER), board.moment()) for board in self.boards]
         if self._fitting[0] != moments:
             self._fitting = moments, self._fit_now()
@@ -237,11 +255,13 @@ class _Memory:
         fit: Bools = most[self.rows] >= self.ram_mib
         return fit
 
-    def sleep(self, sleepers: Bools, tried: Iterable[int]) -> None:
+    def sleep(self, sleepers: Bools, tried: Sequence[int]) -> None:
         """Take over who sleeps now: of those that have slept before, and of those that were ``tried`` for the first
         time since, the ones that fit nowhere."""
-        fitting = self.fitting()
+        fitting = self.fitting() if sleepers.any() else None
         self.asleep = np.zeros_like(sleepers) if fitting is None else sleepers & ~fitting
+        if tried:
+            self.refresh()
         for place in tried:
             known = self.of_place[place]
             if not any(board.best(known.row, known.demand.ram_mib) for board in self.boards):
@@ -287,9 +307,8 @@ class _Pass:
 
     def run(self, promises: Mapping[str, Promise], *, reasons: bool) -> Plan:
         self._keep(promises)
-        for board in self.memory.boards:
-            board.refresh()
-        if self.memory.fitting() is not None:
+        self.memory.refresh()
+        if self.memory.asleep.any() and self.memory.fitting() is not None:
             self.asleep = self.memory.asleep
         self._wake()
         while True:
@@ -417,12 +436,11 @@ class _Pass:
         if kept is not None:
             self.promised[place] = False
             self._unveil(kept.node)
-        for board in memory.boards:
-            board.refresh()
         return True
 
     def _spot(self, board: Board, known: _Known, lane: Lane, head: Waiting) -> Spot | None:
         """The best place for the task; at its own promised node it may use everything."""
+        board.refresh()
         spot = board.best(known.row, lane.demand.ram_mib)
         own = self.plan.promises.get(head.task_id)
         if own is not None:
@@ -470,8 +488,6 @@ class _Pass:
         self.plan.promises[self._head(place).task_id] = promise
         self.promised[place] = True
         self._veil(site.name, promise)
-        for board in self.memory.boards:
-            board.refresh()
 
     def _entitled(self) -> Bools:
         """[L] as many lanes as there are promises: the heads that have asked for the most memory for the longest.
@@ -510,21 +526,21 @@ class _Pass:
         What is known is said again; in each plan a few lanes are looked at anew, those that have been told the same for
         the longest.
         """
-        memory = self.memory
-        if len(memory.known) > len(memory.of_place) or self.spent.any():
-            waiting = {lane.key for lane, spent in zip(self.heads.lanes, self.spent.tolist(), strict=True) if not spent}
-            for key in memory.known.keys() - waiting:
-                memory.forget(key)
+        memory, reasons = self.memory, self.memory.reasons
+        spent = {self.heads.lanes[place].key for place in np.flatnonzero(self.spent).tolist()}
+        for key in spent:
+            reasons.pop(key, None)
+        untold: list[str] = []
+        if len(reasons) + len(spent) < len(self.heads.lanes):
+            untold = [lane.key for lane in self.heads.given if lane.key not in reasons and lane.key not in spent]
         size = max(1, memory.survey.size)
         memory.looks = min(memory.looks + LOOKED_AT, size * max(1, LOOKED_AT // size))
-        again = list(islice(memory.known, memory.looks // size))
+        again = list(islice(chain(reasons, untold), memory.looks // size))
         memory.looks -= len(again) * size
-        if len(memory.reasons) < len(memory.known):
-            again = list(dict.fromkeys([*again, *(key for key in memory.known if key not in memory.reasons)]))
-        for key in again:
-            memory.known[key] = memory.known.pop(key)
+        for key in dict.fromkeys([*again, *untold]):
+            reasons.pop(key, None)
             place = self.heads.places[key]
-            memory.reasons[key] = self._why(self.heads.lanes[place], self._head(place))
+            reasons[key] = self._why(self.heads.lanes[place], self._head(place))
         self.plan.waits = memory.reasons.copy()
 
     def _why(self, lane: Lane, head: Waiting) -> Reason:
