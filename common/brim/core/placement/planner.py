@@ -258,7 +258,7 @@ class _Memory:
     def sleep(self, sleepers: Bools, tried: Sequence[int]) -> None:
         """Take over who sleeps now: of those that have slept before, and of those that were ``tried`` for the first
         time since, the ones that fit nowhere."""
-        fitting = self.fitting() if sleepers.any() else None
+        fitting = self.fitting() if np.count_nonzero(sleepers) else None
         self.asleep = np.zeros_like(sleepers) if fitting is None else sleepers & ~fitting
         if tried:
             self.refresh()
@@ -298,6 +298,8 @@ class _Pass:
         """Places of lanes whose heads had their turn and cannot start."""
         self.spent: Bools = none.copy()
         """[L] lanes whose tasks have all been placed."""
+        self.unspent = len(none)
+        """How many others there are."""
         self.promised: Bools = none.copy()
         """[L] lanes whose heads have a promise."""
         self.vain: Bools = none.copy()
@@ -307,11 +309,12 @@ class _Pass:
 
     def run(self, promises: Mapping[str, Promise], *, reasons: bool) -> Plan:
         self._keep(promises)
-        self.memory.refresh()
-        if self.memory.asleep.any() and self.memory.fitting() is not None:
-            self.asleep = self.memory.asleep
+        memory = self.memory
+        memory.refresh()
+        if np.count_nonzero(memory.asleep) and memory.fitting() is not None:
+            self.asleep = memory.asleep
         self._wake()
-        while True:
+        while self.unspent:
             turn, due = self._first(self.turns), self._due()
             if due is not None and (turn is None or (self.scores[due], due) < (self.scores[turn], turn)):
                 self._promise(due)
@@ -319,9 +322,13 @@ class _Pass:
                 self._turn(turn)
             else:
                 break
-        self.memory.sleep(self.asleep, [place for place in self.tried if not self.asleep[place]])
-        if reasons:
-            self._explain()
+        if not self.unspent:
+            memory.asleep = ~self.spent
+            memory.reasons.clear()
+        else:
+            memory.sleep(self.asleep, [place for place in self.tried if not self.asleep[place]])
+            if reasons:
+                self._explain()
         self.cluster.undo(len(self.plan.placements))
         return self.plan
 
@@ -338,7 +345,7 @@ class _Pass:
 
     def _wake(self) -> None:
         """Tell apart whose turn comes; of those that sleep on it is certain that they cannot start."""
-        fitting = self.memory.fitting() if self.asleep.any() else None
+        fitting = self.memory.fitting() if np.count_nonzero(self.asleep) else None
         self.turns = self.coming.copy() if fitting is None else self.coming & (fitting | self.eager | ~self.asleep)
 
     def _turn(self, place: int) -> None:
@@ -355,9 +362,11 @@ class _Pass:
             self.scores[place] = lane.waiting[passed].score
         else:
             self.coming[place], self.spent[place] = False, True
+            self.unspent -= 1
         if self._free() > free:
             self.vain[:] = False
-        self._wake()
+        if self.unspent:
+            self._wake()
 
     # -- promises kept -----------------------------------------------------------------------------------------
 
@@ -458,8 +467,10 @@ class _Pass:
 
     def _due(self) -> int | None:
         """The lane whose head is the first to get a promise that is free, if there is one for anybody."""
+        if self._free() <= 0:
+            return None
         left = ~(self.turns | self.spent | self.promised | self.vain)
-        if self._free() <= 0 or not left.any():
+        if not np.count_nonzero(left):
             return None
         if self.entitled is None:
             self.entitled = self._entitled()
