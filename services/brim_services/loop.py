@@ -111,11 +111,18 @@ def serve(service: Service, settings: Settings, stop: threading.Event) -> None:
         pulse.beat()
 
 
-def open_store(settings: Settings, stop: threading.Event) -> Store:
+def open_store(settings: Settings, stop: threading.Event, *, single: bool = False) -> Store:
     """A store on a server that answers and can be brim's; waits for the server until ``stop``.
 
-    Raises `ServerRefused`.
+    ``single``: for who calls from one thread, see `connect`. Raises `ServerRefused`.
     """
     store = Store.of(settings)
-    patiently(lambda: check_server(store.client), settings.redis.url, stop)
+
+    def meet() -> None:
+        nonlocal store
+        check_server(store.client)
+        if single:
+            store = Store.of(settings, single=True)
+
+    patiently(meet, settings.redis.url, stop)
     return store

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from secrets import token_hex
 
 from brim.celery.envelope import BrokerLayout, attempt_fields, sign, slot
 from brim.core.model import Device, Reason, State, gpu_queue
@@ -369,7 +370,7 @@ class PlacementService:
             node,
             self.settings.broker.global_keyprefix + gpu_queue(node, [device.index for device in devices]),
             placement.demand.vram_mib,
-            slot(uuid.uuid4().hex, sign(fields, placement.task_id, self.settings.security.key)),
+            slot(token_hex(16), sign(fields, placement.task_id, self.settings.security.key)),
             placement.demand.cpus,
             placement.demand.ram_mib,
             placement.demand.whole,
@@ -593,7 +594,7 @@ def run(settings: Settings, *, ignore_memory: bool = False) -> None:
     """Runs placement until SIGTERM or SIGINT, then hands over."""
     stop = stop_on_signals()
     planner = make_planner(settings, ignore_memory=ignore_memory)
-    store = open_store(settings, stop)
+    store = open_store(settings, stop, single=True)
     events = Events("placement", settings, stop)
     answerer = Answerer(settings, stop, events.answered)
     service = PlacementService(store, settings, planner, answerer)

@@ -96,10 +96,14 @@ def load_batched(batch: bytes | None, size: bytes | None) -> Batched | None:
     return Batched(found["model"], found["version"], found["shape"], float(size or 1))
 
 
-def load_key(common: Mapping[str, Any]) -> BatchKey | None:
-    """What a lane's tasks are batched by, from what they have in common; None for other lanes."""
-    found = common.get("batch")
-    return BatchKey(common["task"], ModelKey(found["model"], found["version"]), found["shape"]) if found else None
+@lru_cache(maxsize=1024)
+def load_lane(value: bytes) -> tuple[str, Demand, int, BatchKey | None]:
+    """What a lane's tasks have in common: their name, their demand, the MiB of their CUDA context, and what they are
+    batched by, if they are."""
+    common = json.loads(value)
+    batch, task = common.get("batch"), common["task"]
+    key = BatchKey(task, ModelKey(batch["model"], batch["version"]), batch["shape"]) if batch else None
+    return task, load_demand(common["demand"]), common["context_mib"], key
 
 
 def load_executor(fields: Mapping[bytes, bytes]) -> ExecutorView | None:

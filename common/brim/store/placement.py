@@ -16,10 +16,9 @@ from .codec import (
     NODE_FIELDS,
     admitted_s,
     dump,
-    load_demand,
     load_device,
     load_executor,
-    load_key,
+    load_lane,
     load_node_view,
     load_reason,
     seconds,
@@ -94,27 +93,17 @@ class PlacementSide(Base):
         window: int,
     ) -> Changes:
         """What has been found of ``devices``, by UUID, and of some ``lanes``, and what is read of the others."""
-        keys, pipeline = self.keys, self.client.pipeline(transaction=False)
         unread = [lane for lane, found in lanes.items() if found is None]
-        for lane in unread:
-            pipeline.hget(keys.lanes, lane)
-            pipeline.zrange(keys.lane(lane), 0, window - 1, withscores=True)
-            pipeline.zcard(keys.lane(lane))
-        for node in nodes:
-            pipeline.hmget(keys.node(node), *NODE_FIELDS)
-        for name in executors:
-            pipeline.hgetall(keys.executor(name))
-        answers = iter(pipeline.execute())
+        answers = iter(self._ask(unread, nodes, executors, window) if unread or nodes or executors else ())
         read = {lane: (next(answers), next(answers), next(answers)) for lane in unread}
         windows = []
         for lane in lanes:
             info, waiting, depth = lanes[lane] or read[lane]
             if info is None:
                 continue
-            common = json.loads(info)
+            task, demand, context_mib, key = load_lane(info)
             ids = [(i.decode(), order, admitted_s(order)) for i, order in _scored(waiting)]
-            demand, key = load_demand(common["demand"]), load_key(common)
-            windows.append(LaneWindow(lane, common["task"], demand, common["context_mib"], ids, depth, key))
+            windows.append(LaneWindow(lane, task, demand, context_mib, ids, depth, key))
         found_nodes = {name: next(answers) for name in nodes}
         found_executors = {name: load_executor(next(answers)) for name in executors}
         return Changes(
@@ -128,9 +117,25 @@ class PlacementSide(Base):
             [name for name, view in found_executors.items() if view is None],
         )
 
-    def _with_sizes(self, windows: Sequence[LaneWindow]) -> list[LaneWindow]:
+    def _ask(self, lanes: Sequence[str], nodes: Sequence[str], executors: Sequence[str], window: int) -> list[Any]:
+        """What stands in Redis of these, one after another: of each lane three answers."""
+        keys, pipeline = self.keys, self.client.pipeline(transaction=False)
+        for lane in lanes:
+            pipeline.hget(keys.lanes, lane)
+            pipeline.zrange(keys.lane(lane), 0, window - 1, withscores=True)
+            pipeline.zcard(keys.lane(lane))
+        for node in nodes:
+            pipeline.hmget(keys.node(node), *NODE_FIELDS)
+        for name in executors:
+            pipeline.hgetall(keys.executor(name))
+        answers: list[Any] = pipeline.execute()
+        return answers
+
+    def _with_sizes(self, windows: list[LaneWindow]) -> list[LaneWindow]:
         """Batched lanes with the size of each task and its admission, in another round trip for those not seen yet."""
         batched = [window for window in windows if window.key is not None]
+        if not batched:
+            return windows
         fresh = [task for w in batched for task in w.waiting if (task[0], task[1]) not in self._seen]
         if fresh:
             if len(self._seen) > MOST_SEEN:

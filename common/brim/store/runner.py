@@ -84,10 +84,7 @@ class Runner:
 
     def run_behind(self, words: Sequence[Arg | float], call: Call) -> tuple[Any, Any]:
         """A command, which may block, and a script behind it in the same round trip: the answers of both."""
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.execute_command(*words)
-        pipeline.execute_command(*self._words(call))
-        first, answer = pipeline.execute(raise_on_error=False)
+        first, answer = self._exchange([words, self._words(call)])
         if isinstance(answer, NoScriptError):
             answer = self.run_many([call])[0]
         for found in (first, answer):
@@ -96,18 +93,31 @@ class Runner:
         return first, answer
 
     def _send(self, calls: Sequence[Call]) -> list[Any]:
-        if len(calls) == 1:
-            # What a pipeline costs beside it is as much as the call itself.
-            try:
-                return [self._client.execute_command(*self._words(calls[0]))]
-            except ResponseError as error:
-                return [error]
-        if not calls:
-            return []
-        pipeline = self._client.pipeline(transaction=False)
-        for call in calls:
-            pipeline.execute_command(*self._words(call))
-        return list(pipeline.execute(raise_on_error=False))
+        return self._exchange([self._words(call) for call in calls]) if calls else []
+
+    def _exchange(self, commands: Sequence[Sequence[Arg | float]]) -> list[Any]:
+        """The answers to commands in one round trip, in order; where one is an error, the error.
+
+        On a connection itself: what the client does around a command costs more than the command.
+        """
+        client = self._client
+        connection = client.connection or client.connection_pool.get_connection()
+        try:
+            connection.send_packed_command(connection.pack_commands(commands))
+            return [_read(connection) for _ in commands]
+        except BaseException:
+            connection.disconnect()  # what is still to come is no answer to the next command
+            raise
+        finally:
+            if client.connection is None:
+                client.connection_pool.release(connection)
 
     def _words(self, call: Call) -> Sequence[Arg]:
         return ("EVALSHA", self._digests[call.script], len(call.keys), *call.keys, *call.args)
+
+
+def _read(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -150,24 +150,25 @@ class Admission:
     """What it is batched by, if it is."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """One placement to commit; ``slot`` is the part of the message between the record's head and tail.
 
     ``queue`` is the broker list that the message goes into. ``vram_mib`` is per device, at least so much if ``whole``.
+    A value, like a `Device` not ``frozen``: each task has one made.
     """
 
-    task_id: str
-    lane: str
-    attempt: str
-    devices: Sequence[str]
-    node: str
-    queue: str
-    vram_mib: int
-    slot: bytes
-    cpus: float = 0.0
-    ram_mib: int = 0
-    whole: bool = False
+    task_id: Final[str]
+    lane: Final[str]
+    attempt: Final[str]
+    devices: Final[Sequence[str]]
+    node: Final[str]
+    queue: Final[str]
+    vram_mib: Final[int]
+    slot: Final[bytes]
+    cpus: Final[float] = 0.0
+    ram_mib: Final[int] = 0
+    whole: Final[bool] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,11 @@ class Lane:
     demand: Demand
     waiting: Sequence[Waiting]
 
+    def asks_like(self, other: Lane) -> bool:
+        """Whether its tasks have the same name and the same demand as the other's."""
+        alike = self.demand is other.demand or self.demand == other.demand
+        return alike and self.task == other.task
+
 
 class Heads:
     """The lanes in which something waits, and their heads; by *place* 0 to L − 1, which follows the lanes' keys."""
@@ -67,9 +72,7 @@ class Heads:
     def _take(self, given: list[Lane]) -> bool:
         """Take over other lanes, of which most may be in the same places."""
         by_key = {lane.key: lane for lane in given}
-        others = by_key.keys() != self.places.keys() or any(
-            by_key[lane.key].demand is not lane.demand and by_key[lane.key].demand != lane.demand for lane in self.lanes
-        )
+        others = by_key.keys() != self.places.keys() or any(not by_key[lane.key].asks_like(lane) for lane in self.lanes)
         if others:
             self.places = {key: place for place, key in enumerate(sorted(by_key))}
         self.lanes = [by_key[key] for key in self.places]

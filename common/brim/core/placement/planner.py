@@ -143,7 +143,8 @@ class _Veil:
 class _Known:
     """What is remembered about a lane."""
 
-    demand: Demand
+    lane: Lane
+    """As it was when it became known."""
     row: int
     asked_mib: int
     """Memory of all its GPUs, at least 1."""
@@ -214,7 +215,7 @@ class _Memory:
             self._know(lane)
         self.of_place = [self.known[key] for key in self.heads.places]
         self.rows = np.array([known.row for known in self.of_place], dtype=np.int64)
-        self.ram_mib = np.array([known.demand.ram_mib for known in self.of_place], dtype=np.int64)
+        self.ram_mib = np.array([known.lane.demand.ram_mib for known in self.of_place], dtype=np.int64)
         self.asked_mib = np.array([known.asked_mib for known in self.of_place], dtype=np.float64)
         self.asleep = np.array([id(known) in asleep for known in self.of_place], dtype=bool)
         self._fitting = None, None
@@ -222,13 +223,13 @@ class _Memory:
     def _know(self, lane: Lane) -> None:
         """Begin to remember a lane that is new, or asks for something else than before."""
         known = self.known.get(lane.key)
-        if known is None or (known.demand is not lane.demand and known.demand != lane.demand):
+        if known is None or not known.lane.asks_like(lane):
             self.forget(lane.key)
             row = self.board.row(lane.demand, lane.task)
             if self.behind is not None:
                 self.behind.row(lane.demand, lane.task)
             asked_mib = max(1, lane.demand.gpus * lane.demand.vram_mib)
-            self.known[lane.key] = _Known(lane.demand, row, asked_mib)
+            self.known[lane.key] = _Known(lane, row, asked_mib)
 
     def forget(self, key: str) -> None:
         """Remember nothing about this lane."""
@@ -264,7 +265,7 @@ class _Memory:
             self.refresh()
         for place in tried:
             known = self.of_place[place]
-            if not any(board.best(known.row, known.demand.ram_mib) for board in self.boards):
+            if not any(board.best(known.row, known.lane.demand.ram_mib) for board in self.boards):
                 self.asleep[place] = True
         self.slept = {board: board.moment() for board in self.boards}
 
