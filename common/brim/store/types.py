@@ -185,19 +185,22 @@ class CommitAnswer:
     missing: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaneWindow:
-    """The first tasks of a lane: ``waiting`` holds (task id, order, admitted s); ``depth`` counts all."""
+    """The first tasks of a lane: ``waiting`` holds (task id, order, admitted s); ``depth`` counts all.
 
-    lane: str
-    task: str
-    demand: Demand
-    context_mib: int
-    waiting: Sequence[tuple[str, float, float]]
-    depth: int
-    key: BatchKey | None = None
+    A value like a `Commit`.
+    """
+
+    lane: Final[str]
+    task: Final[str]
+    demand: Final[Demand]
+    context_mib: Final[int]
+    waiting: Final[Sequence[tuple[str, float, float]]]
+    depth: Final[int]
+    key: Final[BatchKey | None] = None
     """What its tasks are batched by, if they are; then ``sizes`` says how large each of them is."""
-    sizes: Mapping[str, float] = field(default_factory=dict)
+    sizes: Final[Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -356,18 +356,21 @@ class _Pass:
             self.coming[place] = self.turns[place] = False
             self.tried.append(place)
             return
+        passed = self.passed[place] = self.passed.get(place, 0) + 1
+        if passed == len(lane.waiting):
+            self.spent[place] = True
+            self.unspent -= 1
+            if not self.unspent:
+                return
         self.coming &= self.scores >= score
         self.coming[:place] &= self.scores[:place] > score
-        passed = self.passed[place] = self.passed.get(place, 0) + 1
         if passed < len(lane.waiting):
             self.scores[place] = lane.waiting[passed].score
         else:
-            self.coming[place], self.spent[place] = False, True
-            self.unspent -= 1
+            self.coming[place] = False
         if self._free() > free:
             self.vain[:] = False
-        if self.unspent:
-            self._wake()
+        self._wake()
 
     # -- promises kept -----------------------------------------------------------------------------------------
 
@@ -376,6 +379,8 @@ class _Pass:
 
         Tasks of a lane are alike, so one overtaken inside its lane leaves its promise to the head.
         """
+        if not promises and not self.memory.veils:
+            return
         memory, kept, places, first = self.memory, self.plan.promises, self.heads.places, self.heads.first
         veils, boards, at = memory.veils, len(memory.boards), self.cluster.site
         promised, eager = [], []
@@ -468,7 +473,7 @@ class _Pass:
 
     def _due(self) -> int | None:
         """The lane whose head is the first to get a promise that is free, if there is one for anybody."""
-        if self._free() <= 0:
+        if self._free() <= 0 or np.count_nonzero(self.turns) == self.unspent:
             return None
         left = ~(self.turns | self.spent | self.promised | self.vain)
         if not np.count_nonzero(left):
