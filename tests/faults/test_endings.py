@@ -205,7 +205,11 @@ def test_out_of_memory_in_frameworks(town: Town, framework: str) -> None:
 
 
 def test_out_of_memory_inside_its_reservation_keeps_its_demand(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that brim has not started takes what was reserved for the task, on every device."""
+    """A process that brim has not started takes what was reserved for the task, on every device.
+
+    The task asks for it once the outsiders' memory is in the books: having been robbed, it waits for a device with
+    room until they have gone, and is not robbed again, whatever the timing.
+    """
     go = town.gate()
     victim = town.publish("grow_later", mib=2000, go=str(go))
     demanded = town.wait_for(victim, State.RUNNING).demand
@@ -213,12 +217,15 @@ def test_out_of_memory_inside_its_reservation_keeps_its_demand(town: Town, monke
         for device in town.store.devices():
             monkeypatch.setenv("BRIM_SIM_DIR", str(town.cluster.folder / "devices" / device.node))
             outsiders.enter_context(simulated.hold(device.uuid, 7000))
+        town.wait_until(lambda: all(d.external_mib == 7000 for d in town.store.devices()), "they are in the books")
         go.touch()
         town.wait_until(lambda: town.losses(victim), "it was robbed")
         assert town.losses(victim) == ["oom"]
         assert town.record(victim).demand == demanded
 
     assert town.get(victim) == 2000
+    assert town.losses(victim) == ["oom"]
+    assert town.record(victim).demand == demanded
 
 
 def test_result_backend_away_at_the_end_of_a_task(town: Town) -> None:

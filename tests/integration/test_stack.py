@@ -67,15 +67,39 @@ def test_the_demo_sums_up_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+NEARLY_A_GPU = """\
+defaults: {context_mib: 0, margin: 1.0}
+profiles:
+  vision.segment: &whole {vram: "24000"}
+  vision.detect: *whole
+  vision.caption: *whole
+  vision.upscale: *whole
+  vision.embed: *whole
+  vision.tag: {model: tagger, weights_mib: 700, batch: {max_items: 32}}
+"""
+
+
 @pytest.mark.timeout(180)
 def test_the_demo_fails_when_placement_ignores_memory(tmp_path: Path) -> None:
-    with brim(tmp_path, "demo", "--tasks", "60", "--seed", "7", "--json", "--ignore-memory") as process:
+    """How much the example's tasks take, and which of them meet on a device, is drawn anew for each run.
+
+    So they are given a table here with which each takes at least half of what a device has: whichever meet, however
+    fast the machine is, they run out of memory.
+    """
+    temporary, table = tmp_path / "tmp", tmp_path / "resources.yaml"
+    temporary.mkdir()
+    table.write_text(NEARLY_A_GPU)
+    argv = ("demo", "--tasks", "40", "--seed", "7", "--json", "--ignore-memory")
+    with brim(temporary, *argv, BRIM_RESOURCES__TABLE=str(table)) as process:
         out, err = process.communicate(timeout=120)
 
     summary = json.loads(out.splitlines()[-1])
     assert process.returncode == 1, err
     assert summary["oom"] > 0
-    assert started_below(tmp_path) == []
+    told = "\n".join(summary["invariants"])
+    assert "MiB were reserved at once on" in told
+    assert "refused" in told
+    assert started_below(temporary) == []
 
 
 @contextmanager
