@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
@@ -339,17 +340,15 @@ class PlacementService:
         for placement, commit, answer in zip(plan.placements, batch, answers, strict=True):
             if answer.status == "fenced":
                 raise FencedError
-            self.metrics.commits.labels(answer.status).inc()
             if answer.status == "committed":
                 window = self.mirror.lanes[placement.lane]
-                waited_s = next(now_s - admitted_s for i, _, admitted_s in window.waiting if i == placement.task_id)
-                self.metrics.wait_seconds.labels(window.task).observe(max(0.0, waited_s))
+                task = next(task for task in window.waiting if task[0] == placement.task_id)
+                self.metrics.wait_seconds.labels(window.task).observe(max(0.0, now_s - task[2]))
                 ids = about(placement.task_id, commit.attempt, ",".join(placement.devices), commit.node)
                 log.info("%s placed on %s", window.task, commit.queue, extra=ids)
                 self.mirror.placed(placement, now_s)
                 if placement.behind and len(placement.devices) == 1:
-                    waiting = next(Waiting(*task) for task in window.waiting if task[0] == placement.task_id)
-                    lane = Lane(window.lane, window.task, window.demand, [waiting])
+                    lane = Lane(window.lane, window.task, window.demand, [Waiting(*task)])
                     self._note_behind(placement.devices[0], commit.attempt, lane)
                 queue = commit.queue.removeprefix(self.settings.broker.global_keyprefix)
                 self.told(placement.task_id, window.task, queue, now_s)
@@ -357,7 +356,10 @@ class PlacementService:
                 self.mirror.drop(placement.lane, placement.task_id)
             else:
                 log.debug("%s: refused, %s short on %s", placement.task_id, answer.short, answer.uuid)
-        return {answer.status for answer in answers}
+        statuses = Counter([answer.status for answer in answers])
+        for status, number in statuses.items():
+            self.metrics.commits.labels(status).inc(number)
+        return {*statuses}
 
     def _prepared(self, placement: Placement) -> Commit:
         window = self.mirror.lanes[placement.lane]
