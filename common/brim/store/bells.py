@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any
 
 import redis
@@ -26,12 +26,15 @@ class Bells:
         self._lists = lists
         self._asked = DefaultSelector()
         """The connections on which an answer is awaited, each with its list and when it is overdue."""
+        self._answered: list[SelectorKey] = []
+        """Those of them on which it has come: they are seen to when the message is done with."""
 
     def wait(self, timeout_s: float) -> list[Peeked]:
         """The first message that comes within ``timeout_s``; call it only when the lists were empty.
 
         It is still in its list, unless another replica has been faster. Two that come at once are both returned.
         """
+        self._release()
         self._heard(0.0)  # it came before the lists were found empty
         until_s = time.monotonic() + timeout_s
         while True:
@@ -43,14 +46,14 @@ class Bells:
 
     def close(self) -> None:
         """Gives up what is asked; whoever waits again asks anew, on connections that work."""
-        for asked in list(self._asked.get_map().values()):
-            self._asked.unregister(asked.fileobj)
-            _, connection, _ = asked.data
-            connection.disconnect()
-            self._pool.release(connection)
+        self._answered = list(self._asked.get_map().values())
+        for given_up in self._answered:
+            given_up.data[1].disconnect()
+        self._release()
 
     def _ask(self) -> None:
         """Asks for a message of every list that is not asked for one. It moves onto itself, so nothing is moved."""
+        self._release()
         now_s = time.monotonic()
         overdue_s = {key: late_s for key, _, late_s in (asked.data for asked in self._asked.get_map().values())}
         for key in self._lists:
@@ -68,8 +71,14 @@ class Bells:
         for answered, _ in self._asked.select(timeout_s):
             key, connection, _ = answered.data
             message = connection.read_response()
-            self._asked.unregister(answered.fileobj)
-            self._pool.release(connection)
+            self._answered.append(answered)
             if message is not None:
                 found.append(Peeked(key, message))
         return found
+
+    def _release(self) -> None:
+        """Gives connections back to the pool, which sees to it that the one that is asked next still works."""
+        for answered in self._answered:
+            self._asked.unregister(answered.fileobj)
+            self._pool.release(answered.data[1])
+        self._answered.clear()
