@@ -20,7 +20,7 @@ from brim.core.model import State
 from brim.core.profiles import ResourceTable
 from brim.settings import Settings
 from brim.store import Store
-from brim.store.types import Admission, Peeked
+from brim.store.types import Admission, AdmitAnswer, Look, Peeked
 
 from . import metrics
 from .admission import UNESTIMATED, Admitter, whole_gpu_mib
@@ -37,7 +37,7 @@ IDLE_S = 0.5
 """Longest time between two looks at what no bell rings for: signatures and etas."""
 HURRY_S, GATHER_S = 0.001, 0.02
 """Least time from one look to the next for each task that waits in overflow, and for all: behind many, another one is
-not in a hurry, and a look costs as much as a message."""
+not in a hurry, and a look costs as much as a message. A message that is heard sooner is not alone."""
 FULL_S = 0.1
 """Time between two looks for room in overflow when it is full."""
 
@@ -90,13 +90,30 @@ class Intake:
         if self._full:
             self._stop.wait(FULL_S)
         elif not self.admit(seen.messages[:room]) and not due:
-            until_s = IDLE_S if seen.next_eta_s is None else seen.next_eta_s - seen.now_s
-            self.admit(self.bells.wait(min(IDLE_S, until_s))[:room])
+            self._listen(seen, room)
+
+    def _listen(self, seen: Look, room: int) -> None:
+        """Admits what is heard until it is time for another look: that costs as much as the message that is heard.
+
+        At rest (nothing waits, and a message comes alone) a look would find nothing that is not known.
+        """
+        idle_s = IDLE_S if seen.next_eta_s is None else min(IDLE_S, seen.next_eta_s - seen.now_s)
+        until_s = time.monotonic() + idle_s
+        at_rest = True
+        while at_rest:
+            asked_s = time.monotonic()
+            heard = self.bells.wait(until_s - asked_s)[:room]
+            alone = len(heard) == 1 and time.monotonic() - asked_s >= HURRY_S
+            at_rest = self._admit(heard) == [AdmitAnswer.ADMITTED] and alone and not seen.waiting
+            room -= len(heard)
 
     def admit(self, messages: Sequence[Peeked]) -> int:
         """Admits these messages; returns how many."""
+        return len(self._admit(messages))
+
+    def _admit(self, messages: Sequence[Peeked]) -> list[AdmitAnswer]:
         if not messages:
-            return 0
+            return []
         began_s = time.perf_counter()
         admitter = self._admitter()
         admissions = [admitter.assess(message) for message in messages]
@@ -109,7 +126,7 @@ class Intake:
             why = admission.refusal or admission.waits_for
             told = f"{answer}: {why}" if why else answer
             log.info("%s %s", admission.task, told, extra=about(admission.identity.task_id))
-        return len(answers)
+        return answers
 
     def learn_signatures(self) -> None:
         """Takes over newly published signatures, and estimates tasks that waited for them or are tried again."""

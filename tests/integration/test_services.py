@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +23,10 @@ from brim.core.model import AttemptView, Node, Reason, State
 from brim.core.profiles import ResourceTable
 from brim.settings import Settings
 from brim.store import FencedError
-from brim.store.types import DeviceRegistration, NodeRegistration, Outcome
+from brim.store.types import DeviceRegistration, NodeRegistration, Outcome, Peeked
 from brim_services.admission import NO_SIGNATURE
 from brim_services.answerer import Answerer
-from brim_services.intake import Intake
+from brim_services.intake import HURRY_S, Intake
 from brim_services.invariants import check_invariants
 from brim_services.learning import Learning, stand_ins
 from brim_services.loop import open_store
@@ -487,6 +487,25 @@ def test_a_task_that_waited_for_its_signature_gets_its_priority_with_its_estimat
     pipeline.intake.learn_signatures()
     [window] = pipeline.store.snapshot(10).lanes[-1:]
     assert [task_id for task_id, _, _ in window.waiting] == [early, late]
+
+
+def test_messages_that_come_alone_are_admitted_one_after_the_other_until_one_has_an_eta(pipeline: Pipeline) -> None:
+    pipeline.register()
+    etas = [None, None, datetime.now(UTC) + timedelta(hours=1), None]
+    sent: list[str] = []
+
+    class Bells:
+        """Heard of a message that comes while nobody looks."""
+
+        def wait(self, timeout_s: float) -> list[Peeked]:
+            time.sleep(HURRY_S)
+            assert timeout_s > 0
+            sent.append(pipeline.send(eta=etas[len(sent)]))
+            return list(pipeline.store.look(pipeline.intake.lists, 10).messages)
+
+    pipeline.intake.bells = Bells()  # type: ignore[assignment]
+    pipeline.intake.step()
+    assert [pipeline.state(task_id) for task_id in sent] == [State.WAITING, State.WAITING, State.SCHEDULED]
 
 
 def test_what_tasks_truly_need_is_learned_and_reserved(pipeline: Pipeline) -> None:
