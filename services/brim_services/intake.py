@@ -65,8 +65,9 @@ class Intake:
         self._learnt_s = self._unhurried_s = -math.inf
 
     def lost_touch(self) -> None:
-        """The table is published again: the server may have lost it. Whoever is asked for messages may be away."""
+        """The table is published again, on connections made anew: the server may have lost it, or be another one."""
         self._published = False
+        self.store.drop_connection()
         self.bells.close()
 
     def step(self) -> None:

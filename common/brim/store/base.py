@@ -24,6 +24,11 @@ class Base:
         self.keys = Keys(prefix)
         self.runner = Runner(client)
 
+    def drop_connection(self) -> None:
+        """The connection that a ``single`` client keeps is made anew at its next use: it may be an old server's."""
+        if self.client.connection is not None:
+            self.client.connection.disconnect()
+
     def books_of(self, devices: Sequence[str], executor: str = "") -> list[str]:
         """Keys of the books that hold an attempt: those of its devices, or of the model executor whose item it is."""
         return [self.keys.executor(executor)] if executor else [self.keys.book(uuid) for uuid in devices]
