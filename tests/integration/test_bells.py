@@ -92,3 +92,11 @@ def test_connections_that_the_server_has_closed_while_nobody_waited_are_made_ane
         client.lpush(lists[0], "message")
         assert bells.wait(20) == [Peeked(lists[0], b"message")]
         bells.close()
+
+
+def test_a_kept_connection_that_is_dropped_is_made_anew(store: Store, valkey_url: str) -> None:
+    with redis.Redis.from_url(valkey_url, single_connection_client=True) as client:
+        keeps = Store(client, store.keys.prefix)
+        store.client.client_kill_filter(_id=client.client_id())
+        keeps.drop_connection()
+        assert keeps.signatures() == {}
