@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -57,6 +58,29 @@ def test_redis_killed_and_restarted(town: Town, appendfsync: str) -> None:
 
     assert [town.get(result) for result in results] == ["held"] * 2
     assert town.get(later) == 300
+    assert [town.begun(go, result) for result in results] == [1, 1]
+
+
+def test_redis_killed_between_ends_and_their_answers(town: Town) -> None:
+    """The processes are free for their next tasks by then, whose beginnings wait for these ends."""
+    go, results = town.hold(2)
+    town.store.client.waitaof(1, 0, 5000)
+    town.cluster.signal("valkey", signal.SIGSTOP)
+    go.touch()
+
+    def returned() -> bool:
+        said = "".join(path.read_text() for path in (town.cluster.folder / "logs").rglob("*.log"))
+        return all(f"{result.id}] succeeded in" in said for result in results)
+
+    try:
+        town.wait_until(returned, "the functions have returned")
+    finally:
+        town.cluster.kill("valkey")
+    town.wait_until(town.cluster.answers, "it is there again")
+    later = [town.publish("work", mib=300, seconds=0.0) for _ in range(8)]
+
+    assert [town.get(result) for result in results] == ["held"] * 2
+    assert [town.get(result) for result in later] == [300] * 8
     assert [town.begun(go, result) for result in results] == [1, 1]
 
 

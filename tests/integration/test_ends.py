@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +21,15 @@ from celery.app.trace import TraceInfo, trace_ok_t
 from celery.backends.redis import RedisBackend
 from redis.exceptions import OutOfMemoryError
 
+from brim.celery import executor as executor_module
 from brim.celery.agent_link import Listener
 from brim.celery.attempts import Attempts
 from brim.celery.envelope import AttemptHeader
-from brim.celery.executor import Execution, Executor, _current, tell_end, undisturbed
+from brim.celery.executor import Endings, Execution, Executor, _current, tell_end, undisturbed
 from brim.celery.results import LONG, Kept, Results
 from brim.core.model import State
 from brim.gpu.process import proc_id
-from brim.store.types import ClaimAnswer, EndAnswer, Outcome, StoredResult
+from brim.store.types import Bound, ClaimAnswer, EndAnswer, Outcome, StoredResult
 from support.celery_app import configure
 from support.stage import CONTEXT_MIB, VRAM_MIB, Stage, device_uuid, settings_for
 from support.valkey import own_server, url_of
@@ -52,6 +57,7 @@ class Office:
         self.app = configure(Celery("office", set_as_current=False), url, namespace)
         self.app.conf.result_backend = backend + url
         self.listener = Listener()
+        self.told = set[str]()
         identity = replace(self.stage.identity, agent=self.listener.address)
         self.attempts = Attempts(identity, settings_for(url, namespace), alone=True)
 
@@ -74,6 +80,38 @@ class Office:
             execution.over(request, lambda: value)
             self.app.backend.mark_as_done(execution.task_id, value, request)
         return kept
+
+    def run(self, executor: Executor, execution: Execution) -> Any:
+        """Have the executor run the task from its bind on: what its trace function returns."""
+
+        @self.app.task(name=f"run.{execution.task_id}", shared=False)
+        def task() -> None: ...
+
+        def trace(*_: Any) -> trace_ok_t:
+            running = _current.get()
+            assert running is not None
+            running.over(Context(), lambda: "done")
+            self.app.backend.mark_as_done(execution.task_id, "done", Context())
+            return trace_ok_t("done", None, 0.0, None)
+
+        header = {**execution.attempt.fields(), "nesting": 0, "retries": 0}
+        return executor.traced(task, trace)(execution.task_id, (), {}, {"brim": header})
+
+    def has_ended(self, execution: Execution) -> None:
+        """Its result is out, its attempt is over, and the agent has been told."""
+        assert self.app.AsyncResult(execution.task_id).get(timeout=5) == "done"
+        assert self.stage.record(execution.task_id).state is State.SUCCEEDED
+        self.told |= {notice.over for notice in self.listener.receive()}
+        assert execution.attempt.attempt in self.told
+
+    @contextmanager
+    def server_that_writes_nothing(self) -> Iterator[None]:
+        """What it is asked to write waits until then."""
+        self.client.client_pause(60_000, all=False)
+        try:
+            yield
+        finally:
+            self.client.client_unpause()
 
     def close(self) -> None:
         self.listener.close()
@@ -262,3 +300,147 @@ def test_messages_stay_where_they_are_while_the_server_has_no_room_for_the_claim
         answer, taken = store.claim_and_take([(ids[0], attempts[0] or "")], "b00t", queue, 64)
         assert (answer, len(taken), office.client.llen(queue)) == ([ClaimAnswer.GRANTED], 2, 0)
         office.close()
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [["send_command"], ["ask_complete"], ["submit"], ["submit", "_take_back"], ["ask_complete", "tell_end"]],
+    ids=",".join,
+)
+def test_a_soft_time_limit_takes_no_end_away_that_is_heard_later(
+    office: Office, monkeypatch: pytest.MonkeyPatch, steps: list[str]
+) -> None:
+    """Wherever it strikes: before or after the end is sent, or handed over."""
+    execution, executor = office.execution(), Executor(office.app, office.attempts)
+    owners = {
+        "send_command": office.attempts.store.client.connection,
+        "ask_complete": Attempts,
+        "submit": executor._endings._beside,
+        "_take_back": Endings,
+        "tell_end": executor_module,
+    }
+    seen = list[str]()
+    bind, hear, hang_up = Execution.bind, executor_module._hear, Attempts.hang_up
+
+    def bound(execution: Execution) -> Bound:
+        answer = bind(execution)
+        for step in steps:
+            monkeypatch.setattr(owners[step], step, interrupted(getattr(owners[step], step)))
+        return answer
+
+    def heard(*args: Any) -> None:
+        time.sleep(0.1)
+        hear(*args)
+        seen.append("heard")
+
+    def hung_up(attempts: Attempts) -> None:
+        hang_up(attempts)
+        seen.append("hung up")
+
+    monkeypatch.setattr(Execution, "bind", bound)
+    monkeypatch.setattr(executor_module, "_hear", heard)
+    monkeypatch.setattr(Attempts, "hang_up", hung_up)
+    office.run(executor, execution)
+    monkeypatch.undo()
+    following = office.execution()
+    office.run(executor, following)
+    executor.exiting(exitcode=0)
+
+    assert seen[:2] == (["heard", "hung up"] if "submit" in steps else ["hung up"])
+    for each in (execution, following):
+        office.has_ended(each)
+
+
+def test_an_attempt_is_bound_when_the_last_one_has_ended(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, executor = office.execution(), office.execution(), Executor(office.app, office.attempts)
+    seen, bind = list[State](), Attempts.bind
+
+    def bound(*args: Any) -> Bound:
+        seen.append(office.stage.record(first.task_id).state)
+        return bind(*args)
+
+    with office.server_that_writes_nothing():
+        monkeypatch.setattr(Execution, "bind", lambda _: Bound(ClaimAnswer.GRANTED, "off"))
+        assert office.run(executor, first).retval == "done"
+        executor.exiting(exitcode=-15)  # who is interrupted does not wait
+        assert office.stage.record(first.task_id).state is State.RUNNING
+        monkeypatch.undo()
+        monkeypatch.setattr(Attempts, "bind", bound)
+        later = threading.Timer(0.2, office.client.client_unpause)
+        later.start()
+        office.run(executor, second)
+        later.join()
+    executor.exiting(exitcode=0)
+
+    assert seen == [State.SUCCEEDED]
+    office.has_ended(second)
+
+
+@pytest.mark.parametrize("how", ["dropped", "unread", "forgotten", "occupied"])
+def test_an_end_that_is_not_answered_as_it_should_be_is_told_again(
+    office: Office, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    execution, executor = office.execution(), Executor(office.app, office.attempts)
+    connection = office.attempts.store.client.connection
+    number, read = office.attempts.store.client.client_id(), connection.read_response
+
+    def unread() -> None:
+        monkeypatch.undo()
+        read()
+        raise redis.ConnectionError("gone")
+
+    def prepared(*_: Any) -> Bound:
+        if how == "forgotten":
+            office.client.script_flush()
+        elif how == "occupied":
+            office.app.backend.store_result(execution.task_id, {"done": 1}, "HALFWAY")
+        elif how == "unread":
+            monkeypatch.setattr(connection, "read_response", unread)
+        return Bound(ClaimAnswer.GRANTED, "off")
+
+    monkeypatch.setattr(Execution, "bind", prepared)
+    if how == "dropped":
+        with office.server_that_writes_nothing():
+            office.run(executor, execution)
+            assert office.client.client_kill_filter(_id=str(number)) == 1
+    else:
+        office.run(executor, execution)
+    executor.exiting(exitcode=0)
+
+    office.has_ended(execution)
+    assert [line["event"] for line in office.stage.store.story(execution.task_id)].count("succeeded") == 1
+
+
+def test_an_end_that_is_refused_later_is_logged(office: Office, caplog: pytest.LogCaptureFixture) -> None:
+    execution, executor = office.execution(), Executor(office.app, office.attempts)
+    begin = Kept.begin
+    caplog.set_level("INFO", "brim.worker")
+
+    def begun(kept: Kept) -> None:
+        begin(kept)
+        assert office.attempts.finish(execution.task_id, execution.attempt, "") is ClaimAnswer.GRANTED
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kept, "begin", begun)
+        office.run(executor, execution)
+        executor.exiting(exitcode=0)
+
+    assert f"of {execution.task_id} may not publish: stale" in caplog.text
+    assert office.stage.record(execution.task_id).state is State.FINISHING
+    assert not office.app.AsyncResult(execution.task_id).ready()
+
+
+def test_a_process_that_cannot_tell_an_end_exits(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent ends its attempts then."""
+    execution, executor, exits = office.execution(), Executor(office.app, office.attempts), list[int]()
+
+    def wrong(*_: Any) -> EndAnswer:
+        raise ValueError("wrong")
+
+    monkeypatch.setattr(Attempts, "ask_complete", lambda *_: lambda: False)
+    monkeypatch.setattr(Attempts, "complete", wrong)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    office.run(executor, execution)
+    executor.exiting(exitcode=0)
+
+    assert exits == [os.EX_SOFTWARE]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import uuid
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from celery.result import AsyncResult
 import brim
 from brim.celery.envelope import INTAKE_QUEUE
 from brim.core.model import Reason, State
+from brim.gpu.process import is_alive, proc_id
 from brim.store.types import LoseAnswer, Record
 from support.celery_app import WorkerProcess, configure, worker
 from support.stage import VRAM_MIB, Stage, device_uuid, settings_for, worker_environment
@@ -468,6 +470,42 @@ def test_tasks_that_have_not_begun_outlive_a_lost_connection(tmp_path: Path, mon
             assert plant.stage.until(result.id, *TERMINAL).state is State.SUCCEEDED
             assert result.get(timeout=10) == "slept"
         assert "onnection to broker lost" in plant.worker.log
+
+
+def test_a_process_that_is_to_exit_tells_the_end_of_its_task_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task is over for the worker, and the server takes no end for longer than a process needs to exit."""
+    monkeypatch.setenv("BRIM_SIM_DIR", str(tmp_path / "devices"))
+    with own_server() as server, redis.Redis.from_url(url_of(server)) as client:
+        recycled = {"BRIM_EXECUTOR__RECYCLE": "after_task"}
+        with (
+            started(client, url_of(server), "", tmp_path, recycled) as plant,
+            client.pubsub(ignore_subscribe_messages=True) as events,
+        ):
+            events.psubscribe("*celeryev/*")
+            result = plant.send("sleep", 0.5)
+            plant.stage.until(result.id, State.RUNNING)
+            pid = int(plant.stage.view(result.id).proc.partition(".")[0])
+
+            client.config_set("maxmemory", 1)
+
+            def succeeded() -> bool:
+                message = events.get_message(timeout=0.1)
+                return message is not None and b"task-succeeded" in b64decode(json.loads(message["data"])["body"])
+
+            wait_until(succeeded, what="the worker's main process has been told")
+            since_s = time.monotonic()
+            wait_until(lambda: time.monotonic() - since_s > 2.0, what="it would have exited")
+            assert is_alive(proc_id(pid) or "")
+            assert plant.stage.record(result.id).state is State.RUNNING
+            client.config_set("maxmemory", 0)
+
+            assert plant.stage.until(result.id, *TERMINAL).state is State.SUCCEEDED
+            assert result.get(timeout=5) == "slept"
+            wait_until(lambda: proc_id(pid) is None, what="the process has exited")
+            assert plant.events(result.id).count("started") == 1
+        assert plant.stage.store.audit() == []
 
 
 def test_a_worker_that_brim_cannot_work_in_stops(valkey_url: str, namespace: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
@@ -43,7 +43,7 @@ class Attempts:
     """One process's side of the claims. Each call is asked again while Redis is away, for ``patience_s`` at most.
 
     An executor's patience has no end: what it computed is worth waiting for, and its node keeps the lease. The
-    main process must not stop listening for long. ``alone``: one thread makes all the calls, on one connection.
+    main process must not stop listening for long. ``alone``: one call is made at a time, on one connection.
     """
 
     def __init__(
@@ -102,6 +102,33 @@ class Attempts:
         self._agent.changed(attempt.attempt if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED) else "")
         return answer
 
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether `ask_complete` can be called: there is one connection, and it is there."""
+        return self._connection is not None
+
+    def ask_complete(
+        self, task_id: str, attempt: AttemptHeader, proc: str, outcome: Outcome, result: StoredResult | None
+    ) -> Callable[[], bool]:
+        """Send what `complete` asks. What is returned waits for the answer: whether that says that the attempt is over.
+
+        Without patience: an outage is raised here, and is no there; `complete` is to be called then.
+        """
+        read = self.store.ask_complete(task_id, attempt.attempt, attempt.devices, outcome, proc, result)
+
+        def is_over() -> bool:
+            try:
+                answer = read()
+            except Exception:
+                self.hang_up()
+                return False
+            if answer not in (EndAnswer.ENDED, EndAnswer.PROMOTED):
+                return False
+            self._agent.changed(attempt.attempt)
+            return True
+
+        return is_over
+
     def requeue(self, task_id: str, attempt: AttemptHeader, reason: Reason) -> None:
         """The task asked to be delivered again (``Reject(requeue=True)``): it waits in its old place."""
         view = self._view(task_id, attempt, MAIN_PROCESS, State.FINISHING)
@@ -156,7 +183,7 @@ class Attempts:
                 return call()
             except SoftTimeLimitExceeded:
                 # It was meant for the task's function, which does not run now; the script may be asked twice.
-                self._hang_up()
+                self.hang_up()
                 pause_s = 0.0
             except Exception as error:
                 if not is_outage(error) or time.monotonic() > deadline:
@@ -165,11 +192,15 @@ class Attempts:
                     log.warning("Redis is away, trying again: %s", error)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         """Leave an answer unread that may still come on the one connection: the next question is asked on another."""
-        connection = self.store.client.connection if self._alone and "store" in vars(self) else None
-        if connection is not None:
-            connection.disconnect()
+        if self._connection is not None:
+            self._connection.disconnect()
+
+    @property
+    def _connection(self) -> Any:
+        """The one connection; None where there are several, or none yet."""
+        return self.store.client.connection if self._alone and "store" in vars(self) else None
 
 
 def place_again_with_more(

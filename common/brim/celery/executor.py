@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded
+from billiard.pool import EX_OK, EX_RECYCLE
 from celery import Celery, Task, signals
 from celery.app.task import Context
 from celery.app.trace import TraceInfo, build_tracer, task_has_custom, trace_ok_t
@@ -48,6 +50,7 @@ REASON_CHARACTERS = 500
 def prepare(app: Celery, hostname: str, attempts: Attempts) -> None:
     """Wrap every task of this process; it may run attempts from then on."""
     executor = Executor(app, attempts)
+    signals.worker_process_shutdown.connect(executor.exiting, weak=False, dispatch_uid="brim.exiting")
     declare_intake(app)
     for name, task in app.tasks.items():
         if not isinstance(task, AttemptTask):
@@ -210,6 +213,7 @@ class Executor:
         self._app = app
         self._attempts = attempts
         self._results = Results(app)
+        self._endings = Endings()
         self._proc = proc_id() or ""
         self._memory = OwnMemory(os.environ.get("BRIM_DEVICES"))
 
@@ -221,6 +225,7 @@ class Executor:
             attempt = AttemptHeader.read((request or {}).get(HEADER) or {})
             if attempt is None:
                 return trace(uuid, args, kwargs, request)
+            self._endings.wait()
             execution = Execution(self._attempts, uuid, attempt, self._proc, self._memory)
             bound = execution.bind()
             if bound.answer is not ClaimAnswer.GRANTED:
@@ -260,13 +265,12 @@ class Executor:
         if info is not None and kept is not None and execution.unclaimed and kept.is_success:
             info = None  # what has gone wrong behind the function's result takes nothing of it back
         outcome = undisturbed(lambda: self._outcome(execution, info))
-        try:
-            undisturbed(lambda: tell_end(execution, outcome, kept))
-        except Ignore:
-            raise
-        except Exception:  # its agent settles the attempt of a process that is gone
-            log.exception("the end of an attempt cannot be told")
-            os._exit(os.EX_SOFTWARE)
+        self._endings.tell(execution, outcome, kept)
+
+    def exiting(self, exitcode: int | None = None, **_: Any) -> None:
+        """Before this process exits because it is to, not because it was interrupted: its last end has been told."""
+        if exitcode in (EX_OK, EX_RECYCLE):
+            self._endings.wait()
 
     def _outcome(self, execution: Execution, info: TraceInfo | None) -> Outcome:
         attempt = execution.attempt
@@ -284,11 +288,70 @@ class Executor:
         return max(0, max(leftover_mib) - frameworks.pool().held_mib)
 
 
+class Endings:
+    """Tells the ends of this process's attempts, one at a time, and awaits answers beside what it does next.
+
+    An end with which claim and result go is sent, and a thread awaits the answer while the worker's main process is
+    already told that this one is free: hardly ever is it another than that the attempt has ended. Where it is, or none
+    comes, the thread tells the whole end again. Nothing else may be asked before `wait` has returned (ADR 0012).
+    """
+
+    def __init__(self) -> None:
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="brim-end")
+        self._pending: Future[None] = self._beside.submit(_nothing)  # no time limit strikes while the thread starts
+
+    def wait(self) -> None:
+        """Until what has been handed to the thread is done."""
+        undisturbed(self._pending.result)
+
+    def tell(self, execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
+        """The end of an attempt: see `tell_end`; a refusal that is heard later is logged only."""
+        if kept is not None and execution.unclaimed and not kept.apart and execution.attempts.asks_ahead:
+            try:
+                is_over = execution.attempts.ask_complete(
+                    execution.task_id, execution.attempt, execution.proc, outcome, kept.result
+                )
+                self._pending = self._beside.submit(_hear, is_over, execution, outcome, kept)
+                return
+            except Exception:  # a soft time limit, wherever it has struck, or an outage
+                pass
+            undisturbed(lambda: self._take_back(execution))
+        tell_at_last(execution, outcome, kept)
+
+    def _take_back(self, execution: Execution) -> None:
+        """What may have been sent, and handed to the thread or not: it is done with, and its answer comes no more."""
+        self._beside.submit(_nothing).result()
+        execution.attempts.hang_up()
+
+
+def _nothing() -> None:
+    """When this is done, so is what the thread was given before."""
+
+
+def _hear(is_over: Callable[[], bool], execution: Execution, outcome: Outcome, kept: Kept) -> None:
+    if not is_over():
+        with suppress(Ignore):
+            tell_at_last(execution, outcome, kept)
+
+
+def tell_at_last(execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
+    """`tell_end`, however often it is interrupted; this process exits if it cannot."""
+    try:
+        undisturbed(lambda: tell_end(execution, outcome, kept))
+    except Ignore:
+        raise
+    except Exception:  # its agent settles the attempt of a process that is gone
+        log.exception("the end of an attempt cannot be told")
+        os._exit(os.EX_SOFTWARE)
+
+
 def undisturbed(call: Callable[[], T]) -> T:
     """The answer of a call that may be made twice, through a soft time limit: it was meant for the task's function."""
     while True:
-        with suppress(SoftTimeLimitExceeded):
+        try:
             return call()
+        except SoftTimeLimitExceeded:
+            continue
 
 
 def follows(request: Mapping[str, Any] | Context) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from brim.core.model import AttemptView, Demand, Reason, State
 
@@ -98,6 +98,19 @@ class AttemptSide(Base):
         """
         call = self._end(task_id, attempt, self.books_of(devices), outcome, proc, result)
         return EndAnswer(self.runner.run_many([call])[0].decode())
+
+    def ask_complete(
+        self,
+        task_id: str,
+        attempt: str,
+        devices: Sequence[str],
+        outcome: Outcome,
+        proc: str,
+        result: StoredResult | None,
+    ) -> Callable[[], EndAnswer]:
+        """Sends what `complete` asks; what is returned waits for the answer: see `Runner.ask`."""
+        read = self.runner.ask(self._end(task_id, attempt, self.books_of(devices), outcome, proc, result))
+        return lambda: EndAnswer(read().decode())
 
     def _end(
         self,

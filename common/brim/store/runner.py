@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -81,6 +81,16 @@ class Runner:
             if isinstance(answer, Exception):
                 raise answer
         return answers
+
+    def ask(self, call: Call) -> Callable[[], Any]:
+        """Sends a call on the client's one connection; what is returned waits for the answer, once.
+
+        Until then nothing else may be asked there. Every error is raised, also that of a script that is not known.
+        """
+        connection = self._client.connection
+        connection.send_command(*self._words(call))
+        read: Callable[[], Any] = connection.read_response
+        return read
 
     def run_behind(self, words: Sequence[Arg | float], call: Call) -> tuple[Any, Any]:
         """A command, which may block, and a script behind it in the same round trip: the answers of both."""
