@@ -70,7 +70,7 @@ class TestUnpicklableSettings:
 class TestPatience:
     @pytest.fixture
     def ask(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        """Claim with a store that raises the given errors, one a call, before it grants."""
+        """Make the finish claim with a store that raises the given errors, one a call, before it grants."""
 
         def ask(*errors: BaseException, patience_s: float = 60.0) -> ClaimAnswer:
             pauses: list[float] = []
@@ -80,13 +80,13 @@ class TestPatience:
                 WorkerIdentity("n1", "gpu0", "gpu.n1.0", ("GPU-a",), "b00t", "nobody"), Settings(), patience_s
             )
 
-            def claim(*_: Any) -> ClaimAnswer:
+            def finish(*_: Any, **__: Any) -> ClaimAnswer:
                 if waiting:
                     raise waiting.pop(0)
                 return ClaimAnswer.GRANTED
 
-            monkeypatch.setattr(side.store, "claim", claim)
-            answer = side.claim("t-1", HEADER)
+            monkeypatch.setattr(side.store, "finish", finish)
+            answer = side.finish("t-1", HEADER, "1.1")
             assert max(pauses, default=0.0) <= attempts_module.LONGEST_PAUSE_S
             return answer
 
