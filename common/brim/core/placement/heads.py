@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import is_, is_not
+from typing import Final
 
 import numpy as np
 
@@ -13,23 +14,29 @@ from brim.core.model import Demand
 from brim.core.placement.outlook import Floats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Waiting:
-    """One task in overflow; the lower its ``score`` (priority, then age), the earlier its turn."""
+    """One task in overflow; the lower its ``score`` (priority, then age), the earlier its turn.
 
-    task_id: str
-    score: float
-    admitted_s: float
+    A value, like a `Device` not ``frozen``: a mirror makes one for each task of a lane that has changed.
+    """
+
+    task_id: Final[str]
+    score: Final[float]
+    admitted_s: Final[float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Lane:
-    """Waiting tasks with one name and one demand, by score; ``waiting`` may be only the lane's front."""
+    """Waiting tasks with one name and one demand, by score; ``waiting`` may be only the lane's front.
 
-    key: str
-    task: str
-    demand: Demand
-    waiting: Sequence[Waiting]
+    A value like a `Waiting`.
+    """
+
+    key: Final[str]
+    task: Final[str]
+    demand: Final[Demand]
+    waiting: Final[Sequence[Waiting]]
 
     def asks_like(self, other: Lane) -> bool:
         """Whether its tasks have the same name and the same demand as the other's."""

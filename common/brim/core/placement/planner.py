@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -60,16 +61,19 @@ class PlannerSettings:
         return 1 if nodes <= SMALL_CLUSTER else max(2, round(PROMISED_SHARE * nodes))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Placement:
-    """One task and the devices of one node that it goes to; ``behind`` busy executors or at once."""
+    """One task and the devices of one node that it goes to; ``behind`` busy executors or at once.
 
-    task_id: str
-    lane: str
-    node: str
-    devices: tuple[str, ...]
-    demand: Demand
-    behind: bool = False
+    A value like a `Waiting`.
+    """
+
+    task_id: Final[str]
+    lane: Final[str]
+    node: Final[str]
+    devices: Final[tuple[str, ...]]
+    demand: Final[Demand]
+    behind: Final[bool] = False
 
 
 @dataclass(slots=True)
@@ -179,6 +183,9 @@ class _Memory:
         self.ram_mib: Ints = np.zeros(0, dtype=np.int64)
         self.asked_mib: Floats = np.zeros(0)
         """[L] of the lanes."""
+        self.nobody: Bools = np.zeros(0, dtype=bool)
+        self.everybody: Bools = np.ones(0, dtype=bool)
+        """[L] to be copied."""
         self.reasons: dict[str, Reason] = {}
         """Why the head of each lane waits, as it was told last; those that were told the longest ago first."""
         self.asleep: Bools = np.zeros(0, dtype=bool)
@@ -218,6 +225,7 @@ class _Memory:
         self.ram_mib = np.array([known.lane.demand.ram_mib for known in self.of_place], dtype=np.int64)
         self.asked_mib = np.array([known.asked_mib for known in self.of_place], dtype=np.float64)
         self.asleep = np.array([id(known) in asleep for known in self.of_place], dtype=bool)
+        self.nobody, self.everybody = np.zeros_like(self.asleep), np.ones_like(self.asleep)
         self._fitting = None, None
 
     def _know(self, lane: Lane) -> None:
@@ -282,14 +290,14 @@ class _Pass:
         self.now_s = now_s
         self.plan = Plan()
         self.most_promises = settings.promises_for(len(memory.cluster.order()))
-        none = np.zeros(len(memory.of_place), dtype=bool)
+        none = memory.nobody
         self.passed: dict[int, int] = {}
         """By place, how many of the lane's tasks have been placed."""
         self.scores = self.heads.scores.copy()
         """[L] of the heads that there are now."""
         self.asleep: Bools = none
         """[L] lanes that fitted nowhere before something changed since the last plan."""
-        self.coming: Bools = ~none
+        self.coming: Bools = memory.everybody.copy()
         """[L] lanes whose turn has not come yet."""
         self.turns: Bools = none
         """[L] of these, the ones whose heads may start."""
@@ -335,10 +343,10 @@ class _Pass:
 
     def _first(self, among: Bools) -> int | None:
         """Of these lanes the one whose head comes first."""
-        if not len(among):
-            return None
-        first = int(np.where(among, self.scores, np.inf).argmin())
-        return first if among[first] else None
+        number = np.count_nonzero(among)
+        if number < 2:
+            return int(among.argmax()) if number else None
+        return int(np.where(among, self.scores, np.inf).argmin())
 
     def _head(self, place: int) -> Waiting:
         """The lane's first task that has not been placed."""
