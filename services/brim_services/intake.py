@@ -23,7 +23,7 @@ from brim.store import Store
 from brim.store.types import Admission, AdmitAnswer, Look, Peeked
 
 from . import metrics
-from .admission import UNESTIMATED, Admitter, whole_gpu_mib
+from .admission import UNESTIMATED, Admitter, Known, whole_gpu_mib
 from .events import Events
 from .learning import Learned
 from .logs import about
@@ -58,6 +58,7 @@ class Intake:
         self._signed: dict[str, str] = {}
         self.learned = Learned(store)
         self._gpu_mib = 0
+        self._estimates: Known = {}
         self._stand_ins: dict[str, str] = {}
         self._stop = stop
         self._published = False
@@ -164,6 +165,7 @@ class Intake:
             settings.unknown,
             self._gpu_mib,
             self.settings.security.key,
+            self._estimates,
         )
 
     def _publish_stand_ins(self, admitter: Admitter, admissions: Iterable[Admission]) -> None:

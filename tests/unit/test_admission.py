@@ -14,7 +14,7 @@ from brim.celery.envelope import MalformedMessage, Prepared, attempt_fields, joi
 from brim.core.attributes import TaskSignature
 from brim.core.profiles import ResourceTable, size_class
 from brim.store.types import Peeked
-from brim_services.admission import Admitter, work_of
+from brim_services.admission import Admitter, Known, work_of
 
 TABLE = ResourceTable.parse('profiles: {t.cut: {vram: "100 * n", context_mib: 300, margin: 1.0}}', "table")
 SIGNATURES = {"t.cut": TaskSignature.from_callable(lambda n, *, m=1: n)}
@@ -118,6 +118,24 @@ def test_a_task_without_a_profile_may_have_a_gpu_to_itself_and_be_learned_from(
     assert found.demand.whole == (vram_mib == 9000)
     told = found.explanation
     assert (told["profile"], told["formula_id"]) == ("t.new", admitter.stand_in("t.new").formula_id)
+
+
+def test_what_is_known_of_a_like_task_holds_for_the_same_values_profile_and_learning_only() -> None:
+    known: Known = {}
+
+    def reserved(args: list[Any], table: ResourceTable = TABLE, learned: dict[str, Any] | None = None) -> Any:
+        admitter = Admitter(table, SIGNATURES, 100_000, learned or {}, known=known)
+        return admitter.assess(Peeked("q", message("t.cut", args, {}))).explanation
+
+    first = reserved([7])
+    assert reserved([7]) == first
+    assert len(known) == 1
+    assert [type(reserved([n])["attributes"]["n"]) for n in (1, 1.0)] == [int, float]
+    assert reserved([8])["vram_mib"] > first["vram_mib"]
+    other = ResourceTable.parse('profiles: {t.cut: {vram: "200 * n", context_mib: 300, margin: 1.0}}', "table")
+    assert reserved([7], other)["vram_mib"] > first["vram_mib"]
+    assert reserved([7], learned={"t.cut": Teaches(3000)})["suggested_mib"] == 3000
+    assert reserved([7]) == first
 
 
 def test_a_task_without_a_profile_is_refused_or_waits_for_a_gpu_to_be_known() -> None:
