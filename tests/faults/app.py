@@ -77,7 +77,7 @@ embed.load = load
 
 
 @app.task(name="storm.hold", bind=True, shared=False)
-def hold(self: Task[Any, Any], *, mib: int, go: str, seconds: float = 60.0) -> str:
+def hold(self: Task[Any, Any], *, mib: int, go: str, seconds: float = 300.0) -> str:
     """Hold memory until the file ``go`` exists; each attempt leaves a line in ``<go>.log``, with its node's time."""
     deadline = time.monotonic() + seconds
     with open(f"{go}.log", "a", encoding="ascii") as log:

@@ -13,7 +13,8 @@ from brim.core.model import State
 from brim.gpu.process import proc_id
 from brim_services.keeper import members
 from faults.cut import Line, Namespace
-from faults.town import Town, within_s
+from faults.town import Town
+from support.waiting import within_s
 
 
 def test_executor_child_killed(town: Town) -> None:

@@ -18,7 +18,8 @@ from brim.store.runner import sources
 from faults.app import FOREIGN
 from faults.conftest import SETTINGS
 from faults.skew import COMPILER, SKEW_S
-from faults.town import Town, within_s
+from faults.town import Town
+from support.waiting import within_s
 
 
 def revoked(town: Town, result: Any) -> None:
@@ -90,7 +91,7 @@ def test_revoke_running_without_terminate_lets_it_end(town: Town) -> None:
 
 
 def test_soft_time_limit(town: Town) -> None:
-    result = town.publish("patient", mib=300, seconds=30.0, options={"soft_time_limit": 0.5})
+    result = town.publish("patient", mib=300, seconds=30.0, options={"soft_time_limit": 1.5})
     assert town.get(result) == "stopped in time"
 
 

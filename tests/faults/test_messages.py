@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from brim.core.model import Reason, State
-from faults.town import Town, within_s
+from faults.town import Town
+from support.waiting import within_s
 
 BURST = 100_000
 LEVEL1_LIMIT = 2_000

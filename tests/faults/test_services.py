@@ -10,7 +10,8 @@ import pytest
 
 from brim.core.model import State
 from faults.service import DIE_ENV
-from faults.town import Town, within_s
+from faults.town import Town
+from support.waiting import within_s
 
 
 def dies_at(town: Town, name: str, point: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +16,7 @@ from brim.gpu.process import is_alive
 from brim.store.types import Record
 from brim_services.invariants import check_invariants
 from faults.cluster import STARTING_S, Cluster
-
-
-def within_s(seconds: float) -> float:
-    """How long something may take that takes ``seconds`` on a machine that is not overloaded; four times at most."""
-    return seconds * min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+from support.waiting import within_s
 
 
 class Town:

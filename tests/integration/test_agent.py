@@ -17,7 +17,7 @@ from brim.core.model import State
 from brim.gpu import simulated
 from brim_services.keeper import members
 from support.agent import Bench
-from support.waiting import wait_until
+from support.waiting import wait_until, within_s
 
 STARTING_S = 60.0
 """How long a worker may take to start, on a machine that is busy with other things."""
@@ -91,7 +91,7 @@ def test_a_killed_workers_tasks_are_placed_again_and_nothing_of_it_is_left(serve
     os.kill(worker, signal.SIGKILL)
     for task_id in (running, placed, behind):
         served.wait_for(task_id, State.WAITING)
-    assert time.monotonic() - since < 2.0
+    assert time.monotonic() - since < within_s(2.0)
     assert served.device().state == "starting"
     assert members([worker]) == []
 
@@ -143,7 +143,7 @@ def test_a_message_that_is_lost_on_its_way_is_not_waited_for(served: Bench) -> N
     since = time.monotonic()
     served.wait_for(task_id, State.WAITING)
 
-    assert 1.5 < time.monotonic() - since < 4.0
+    assert 1.5 < time.monotonic() - since < within_s(4.0)
     assert (reasons(served, task_id), served.record(task_id).losses) == (["not_started"], 0)
     served.place(task_id)
     served.wait_for(task_id, State.SUCCEEDED)

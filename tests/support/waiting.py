@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def within_s(seconds: float) -> float:
+    """How long something may take that takes ``seconds`` on a machine that is not overloaded; four times at most."""
+    return seconds * min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def wait_until(condition: Callable[[], T], *, what: str, timeout_s: float = 20.0) -> T:

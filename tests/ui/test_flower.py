@@ -57,9 +57,12 @@ def test_it_asks_for_the_password(flower: httpx.Client) -> None:
 
 
 def test_intake_and_placement_are_rows_and_workers_show_their_gpu(flower: httpx.Client, stack: Stack) -> None:
-    rows = {row["hostname"]: row for row in flower.get("/workers", params={"json": "1"}).json()["data"]}
-    services = {name.split("@")[0]: row["status"] for name, row in rows.items()}
-    assert services == dict.fromkeys(("intake", "placement", "gpu0", "gpu1", "ordinary"), True)
+    def services() -> dict[str, bool]:
+        rows = flower.get("/workers", params={"json": "1"}).json()["data"]
+        return {row["hostname"].split("@")[0]: row["status"] for row in rows}
+
+    expected = dict.fromkeys(("intake", "placement", "gpu0", "gpu1", "ordinary"), True)
+    wait_until(lambda: services() == expected, what=f"Flower shows {', '.join(expected)}, and nobody else")
 
     with stack.api as api:
         gpus = {gpu["uuid"]: gpu for gpu in api.get("/v1/cluster").json()["gpus"]}
