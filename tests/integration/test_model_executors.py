@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +62,31 @@ class World(Bench):
         """The first batch that an item was computed in."""
         found = [line["texts"] for line in self.noted(task=task) if text in line["texts"]]
         return list(found[0]) if found else []
+
+    @contextmanager
+    def computing(self, text: str, task: str | None = None) -> Iterator[AsyncResult]:
+        """An item by itself is computed for as long as the block lasts; what is sent in it gathers behind that."""
+        go = self.folder / f"{text}.go"
+        first = self.send(task or "embed", text=text, until=str(go))
+        wait_until(lambda: self.batch_of(text, task), what="the first batch is computed", timeout_s=60)
+        try:
+            yield first
+        finally:
+            go.touch()
+
+    def is_gathered(self, *results: AsyncResult) -> bool:
+        """Whether these are in the spare set and staged there; one that is full is sealed ahead."""
+        staged, gathered = {line["id"] for line in self.noted("staged")}, (State.PLACED, State.RUNNING)
+        return all(self.state(result) in gathered and str(result.id) in staged for result in results)
+
+    def gathered(self, *results: AsyncResult) -> None:
+        """Wait until that is so."""
+        wait_until(lambda: self.is_gathered(*results), what="the items are in the spare set", timeout_s=60)
+
+    def expired(self, result: AsyncResult) -> bool:
+        """Whether its time is over, by the server's clock."""
+        record = self.store.record(str(result.id))
+        return record is not None and (record.expires_s or math.inf) < self.store.server_ms() / 1000
 
     def state(self, result: AsyncResult) -> State | None:
         """None while intake has not seen it."""
@@ -151,10 +178,12 @@ def test_items_of_a_chain_a_group_and_a_chord_go_on_as_ever(world: World) -> Non
 
 
 def test_items_are_staged_beside_the_batch_that_is_computed_and_shapes_are_kept_apart(world: World) -> None:
-    first = world.send("staged", text="d0", seconds=1.0)
-    wait_until(lambda: world.batch_of("D0", "staged"), what="the first batch is computed", timeout_s=60)
-    results = [world.send("staged", text=f"d{n}", attributes={"bucket": n % 2}) for n in range(1, 5)]
-    broken = world.send("staged", text="unstageable")
+    with world.computing("D0", "staged") as first:
+        results = [world.send("staged", text=f"d{n}", attributes={"bucket": n % 2}) for n in range(1, 5)]
+        pairs = results[::2], results[1::2]
+        wait_until(lambda: all(map(world.state, results)), what="all are admitted", timeout_s=60)
+        wait_until(lambda: any(world.is_gathered(*pair) for pair in pairs), what="one shape is in the spare set")
+        broken = world.send("staged", text="unstageable")
     assert [result.get(timeout=30) for result in (first, *results)] == ["D0", "D1", "D2", "D3", "D4"]
     assert sorted(world.batch_of("D1", "staged")) == ["D1", "D3"]
     assert sorted(world.batch_of("D2", "staged")) == ["D2", "D4"]
@@ -163,10 +192,10 @@ def test_items_are_staged_beside_the_batch_that_is_computed_and_shapes_are_kept_
 
 
 def test_an_item_that_expires_while_it_waits_is_never_computed(world: World) -> None:
-    world.send(text="e0", seconds=2.0)
-    wait_until(lambda: world.batch_of("e0"), what="the first batch is computed", timeout_s=60)
-    late = world.send(text="e1", expires=0.5)
-    fine = world.send(text="e2")
+    with world.computing("e0"):
+        late = world.send(text="e1", expires=0.5)
+        fine = world.send(text="e2")
+        wait_until(lambda: world.expired(late), what="it has expired")
     with pytest.raises(TaskRevokedError):
         late.get(timeout=30)
     assert world.state(late) is State.EXPIRED
@@ -175,27 +204,28 @@ def test_an_item_that_expires_while_it_waits_is_never_computed(world: World) -> 
 
 
 def test_an_item_that_is_revoked_while_it_is_staged_is_never_computed(world: World) -> None:
-    world.send(text="f0", seconds=1.5)
-    wait_until(lambda: world.batch_of("f0"), what="the first batch is computed", timeout_s=60)
-    revoked, fine = world.send(text="f1"), world.send(text="f2")
-    wait_until(lambda: world.state(revoked) is State.PLACED, what="the item is in the spare set")
-    world.app.control.revoke(revoked.id)
-    with pytest.raises(TaskRevokedError):
-        revoked.get(timeout=30)
+    with world.computing("f0"):
+        revoked, fine = world.send(text="f1"), world.send(text="f2")
+        world.gathered(revoked)
+        world.app.control.revoke(revoked.id)
+        with pytest.raises(TaskRevokedError):
+            revoked.get(timeout=30)
     assert fine.get(timeout=30) == "f2!"
     assert world.batch_of("f1") == []
     assert world.state(revoked) is State.CANCELLED
 
 
 def test_an_executor_killed_in_the_middle_of_a_batch_puts_all_its_items_back(world: World) -> None:
-    world.send(text="g", seconds=1.0)
-    wait_until(lambda: world.batch_of("g"), what="the first batch is computed", timeout_s=60)
-    sealed = [world.send(text=f"g{n}", seconds=2.0) for n in range(3)]
+    go = world.folder / "go"
+    with world.computing("g"):
+        sealed = [world.send(text=f"g{n}", until=str(go)) for n in range(3)]
+        world.gathered(*sealed)
     wait_until(lambda: all(world.state(item) is State.RUNNING for item in sealed), what="they run", timeout_s=60)
     spare = world.send(text="g9")
-    wait_until(lambda: world.state(spare) is State.PLACED, what="one more is in the spare set")
+    world.gathered(spare)
     [view] = [view for view in world.store.executors() if view.model == "enc"]
     os.kill(int(view.proc.partition(".")[0]), signal.SIGKILL)
+    go.touch()
     assert [item.get(timeout=60) for item in sealed] == ["g0!", "g1!", "g2!"]
     assert spare.get(timeout=30) == "g9!"
     world.settled()
@@ -203,10 +233,11 @@ def test_an_executor_killed_in_the_middle_of_a_batch_puts_all_its_items_back(wor
 
 
 def test_a_hard_time_limit_ends_its_item_and_the_others_are_computed_again(world: World) -> None:
-    world.send(text="k0", seconds=1.0)
-    wait_until(lambda: world.batch_of("k0"), what="the first batch is computed", timeout_s=60)
-    slow = world.app.send_task("embed", kwargs={"text": "k1", "seconds": 30.0}, queue="brim.intake", time_limit=1.0)
-    fine = world.send(text="k2")
+    with world.computing("k0"):
+        kwargs = {"text": "k1", "seconds": 30.0}
+        slow = world.app.send_task("embed", kwargs=kwargs, queue="brim.intake", time_limit=1.0)
+        fine = world.send(text="k2")
+        world.gathered(slow, fine)
     with pytest.raises(TimeLimitExceeded):
         slow.get(timeout=30)
     assert fine.get(timeout=60) == "k2!"
@@ -216,11 +247,12 @@ def test_a_hard_time_limit_ends_its_item_and_the_others_are_computed_again(world
 
 
 def test_level_1_is_bounded(world: World) -> None:
-    world.send(text="h0", seconds=2.5)
-    wait_until(lambda: world.batch_of("h0"), what="the first batch is computed", timeout_s=60)
-    results = [world.send(text=f"h{n}") for n in range(1, 76)]  # 8 in the spare set, 60 wait, 7 too many
-    with pytest.raises(TaskRejected, match="level1_full"):
-        results[-1].get(timeout=30)
+    with world.computing("h0"):
+        results = [world.send(text=f"h{n}") for n in range(1, 9)]
+        world.gathered(*results)
+        results += [world.send(text=f"h{n}") for n in range(9, 76)]  # 60 wait, 7 are too many
+        with pytest.raises(TaskRejected, match="level1_full"):
+            results[-1].get(timeout=30)
     world.settled()
     states = [world.state(result) for result in results]
     assert (states.count(State.DEAD), states.count(State.SUCCEEDED)) == (7, 68)
@@ -228,9 +260,9 @@ def test_level_1_is_bounded(world: World) -> None:
 
 
 def test_a_batch_that_runs_out_of_memory_is_halved_and_the_next_is_smaller(world: World) -> None:
-    first = world.send("hungry", text="i", seconds=1.0)
-    wait_until(lambda: world.batch_of("i", "hungry"), what="the first batch is computed", timeout_s=60)
-    results = [world.send("hungry", text=f"i{n}") for n in range(8)]
+    with world.computing("i", "hungry") as first:
+        results = [world.send("hungry", text=f"i{n}") for n in range(8)]
+        world.gathered(*results)
     sizes = [result.get(timeout=60) for result in (first, *results)]
     assert max(sizes) <= 4  # eight would take 12,000 MiB of a device that has 8,192
     [view] = [view for view in world.store.executors() if view.model == "big"]

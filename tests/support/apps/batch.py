@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from celery import Celery
@@ -34,19 +35,36 @@ def load() -> str:
     return "the model"
 
 
+def noted(item: brim.Item) -> None:
+    """The item has come to the executor."""
+    note(event="staged", id=item.id)
+
+
 def stage(item: brim.Item) -> str:
     """Upper case, unless the text cannot be staged."""
+    noted(item)
     if item.kwargs.get("text") == "unstageable":
         raise ValueError("cannot be staged")
     time.sleep(item.kwargs.get("stage_s", 0.0))
     return str(item.kwargs.get("text", "")).upper()
 
 
+def compute(items: Sequence[brim.Item]) -> None:
+    """Take as long as the slowest item does, and until every file exists that one of them waits for."""
+    deadline = time.monotonic() + 60.0
+    time.sleep(max(float(item.kwargs.get("seconds", 0.0)) for item in items))
+    files = [Path(item.kwargs["until"]) for item in items if "until" in item.kwargs]
+    while time.monotonic() < deadline and not all(path.exists() for path in files):
+        time.sleep(0.02)
+    if files:
+        time.sleep(0.1)  # the executor may be about to hear of what has just been staged
+
+
 @app.task(name="embed", base=brim.BatchTask)
 def embed(items: Sequence[brim.Item]) -> list[Any]:
     texts = [str(item.kwargs.get("text", "")) for item in items]
     note(event="batch", texts=texts)
-    time.sleep(max(float(item.kwargs.get("seconds", 0.0)) for item in items))
+    compute(items)
     for text in texts:
         if text.startswith("guilty"):
             raise ValueError(text)
@@ -54,12 +72,13 @@ def embed(items: Sequence[brim.Item]) -> list[Any]:
 
 
 embed.load = load
+embed.stage = noted
 
 
 @app.task(name="staged", base=brim.BatchTask)
 def staged(items: Sequence[brim.Item]) -> list[Any]:
     note(event="batch", texts=[item.staged for item in items], task="staged")
-    time.sleep(max(float(item.kwargs.get("seconds", 0.0)) for item in items))
+    compute(items)
     return [item.staged for item in items]
 
 
@@ -72,8 +91,11 @@ def hungry(items: Sequence[brim.Item]) -> list[Any]:
     note(event="batch", texts=[str(item.kwargs["text"]) for item in items], task="hungry")
     held = simulated.allocate(1500 * len(items))
     held.free()
-    time.sleep(max(float(item.kwargs.get("seconds", 0.0)) for item in items))
+    compute(items)
     return [len(items)] * len(items)
+
+
+hungry.stage = noted
 
 
 @app.task(name="bulk", base=brim.BatchTask)
