@@ -37,7 +37,9 @@ IDLE_S = 0.5
 """Longest time between two looks at what no bell rings for: signatures and etas."""
 HURRY_S, GATHER_S = 0.001, 0.02
 """Least time from one look to the next for each task that waits in overflow, and for all: behind many, another one is
-not in a hurry, and a look costs as much as a message. A message that is heard sooner is not alone."""
+not in a hurry, and a look costs as much as a message."""
+ALONE_S = 0.001
+"""A message that is heard sooner than this is one of many, of which a look finds the others."""
 FULL_S = 0.1
 """Time between two looks for room in overflow when it is full."""
 
@@ -53,7 +55,7 @@ class Intake:
         self.lists = layout.lists()
         self.bells = store.bells(self.lists)
         self.metrics = IntakeMetrics()
-        self._count = cache(self.metrics.messages.labels)
+        self._counter = cache(self.metrics.messages.labels)
         self.signatures: dict[str, TaskSignature] = {}
         self._signed: dict[str, str] = {}
         self.learned = Learned(store)
@@ -105,15 +107,12 @@ class Intake:
         while at_rest:
             asked_s = time.monotonic()
             heard = self.bells.wait(until_s - asked_s)[:room]
-            alone = len(heard) == 1 and time.monotonic() - asked_s >= HURRY_S
-            at_rest = self._admit(heard) == [AdmitAnswer.ADMITTED] and alone and not seen.waiting
+            alone = len(heard) == 1 and time.monotonic() - asked_s >= ALONE_S
+            at_rest = self.admit(heard) == [AdmitAnswer.ADMITTED] and alone and not seen.waiting
             room -= len(heard)
 
-    def admit(self, messages: Sequence[Peeked]) -> int:
-        """Admits these messages; returns how many."""
-        return len(self._admit(messages))
-
-    def _admit(self, messages: Sequence[Peeked]) -> list[AdmitAnswer]:
+    def admit(self, messages: Sequence[Peeked]) -> list[AdmitAnswer]:
+        """Admits these messages, in order."""
         if not messages:
             return []
         began_s = time.perf_counter()
@@ -123,7 +122,7 @@ class Intake:
         answers = self.store.admit(admissions)
         self.metrics.batch_seconds.observe(time.perf_counter() - began_s)
         for answer, number in Counter(answers).items():
-            self._count(answer).inc(number)
+            self._counter(answer).inc(number)
         for admission, answer in zip(admissions, answers, strict=True):
             why = admission.refusal or admission.waits_for
             told = f"{answer}: {why}" if why else answer

@@ -123,7 +123,8 @@ class PlacementService:
         self._stale = True
 
     def lost_touch(self) -> None:
-        """The mirror may miss changes, and nobody could renew: start hearing anew."""
+        """The mirror may miss changes, and nobody could renew: start hearing anew, on a connection made anew."""
+        self.store.drop_connection()
         self._stale = True
         self._hearing_since_s = time.monotonic()
 

@@ -21,11 +21,12 @@ from celery.app.trace import TraceInfo, trace_ok_t
 from celery.backends.redis import RedisBackend
 from redis.exceptions import OutOfMemoryError
 
-from brim.celery import executor as executor_module
+from brim.celery import endings as endings_module
 from brim.celery.agent_link import Listener
 from brim.celery.attempts import Attempts
+from brim.celery.endings import Endings, tell_end, undisturbed
 from brim.celery.envelope import AttemptHeader
-from brim.celery.executor import Endings, Execution, Executor, _current, tell_end, undisturbed
+from brim.celery.executor import Execution, Executor, _current
 from brim.celery.results import LONG, Kept, Results
 from brim.core.model import State
 from brim.gpu.process import proc_id
@@ -317,10 +318,10 @@ def test_a_soft_time_limit_takes_no_end_away_that_is_heard_later(
         "ask_complete": Attempts,
         "submit": executor._endings._beside,
         "_take_back": Endings,
-        "tell_end": executor_module,
+        "tell_end": endings_module,
     }
     seen = list[str]()
-    bind, hear, hang_up = Execution.bind, executor_module._hear, Attempts.hang_up
+    bind, hear, hang_up = Execution.bind, endings_module._hear, Attempts.hang_up
 
     def bound(execution: Execution) -> Bound:
         answer = bind(execution)
@@ -338,7 +339,7 @@ def test_a_soft_time_limit_takes_no_end_away_that_is_heard_later(
         seen.append("hung up")
 
     monkeypatch.setattr(Execution, "bind", bound)
-    monkeypatch.setattr(executor_module, "_hear", heard)
+    monkeypatch.setattr(endings_module, "_hear", heard)
     monkeypatch.setattr(Attempts, "hang_up", hung_up)
     office.run(executor, execution)
     monkeypatch.undo()

@@ -90,7 +90,7 @@ class Pipeline:
 
     def admit(self) -> int:
         """Intake admits what lies in the broker; how many."""
-        return self.intake.admit(self.store.look(self.intake.lists, 1000).messages)
+        return len(self.intake.admit(self.store.look(self.intake.lists, 1000).messages))
 
     def state(self, task_id: str) -> State:
         record = self.store.record(task_id)

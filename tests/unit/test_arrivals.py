@@ -47,7 +47,7 @@ class Plant:
         message: Any = SimpleNamespace(headers=headers, channel=self.channel)
         attempt = attempt_of(headers)
         assert attempt is not None
-        if self.arrivals.come(message, attempt):
+        if self.arrivals.accept(message, attempt):
             self.begun.append(headers["id"])
         self.arrivals.settle()
 
@@ -68,7 +68,7 @@ def test_the_start_claim_comes_first_where_the_worker_answers_itself() -> None:
     assert attempt is not None
     message: Any = SimpleNamespace(headers=first["headers"], channel=plant.channel)
 
-    assert plant.arrivals.come(message, attempt)
+    assert plant.arrivals.accept(message, attempt)
     plant.arrivals.claim()
     assert plant.claims == [["first"]]
     plant.arrivals.settle()

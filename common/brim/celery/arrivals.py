@@ -39,8 +39,8 @@ class Arrivals:
         self._channel: Any = None
         self._delivering = False
 
-    def come(self, message: Any, attempt: AttemptHeader) -> bool:
-        """Whether the pool may have this message: not if brim has not made it, where there is a key to tell by.
+    def accept(self, message: Any, attempt: AttemptHeader) -> bool:
+        """Notes a message to be claimed; False if brim has not made it, where there is a key to tell by.
 
         Call `settle` when this message has been dealt with.
         """

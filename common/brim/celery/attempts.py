@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
@@ -104,15 +104,16 @@ class Attempts:
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether `ask_complete` can be called: there is one connection, and it is there."""
-        return self._connection is not None
+        """Whether `ask_complete` can be called: there is one connection."""
+        return "store" in vars(self) and self.store.client.connection is not None
 
     def ask_complete(
         self, task_id: str, attempt: AttemptHeader, proc: str, outcome: Outcome, result: StoredResult | None
     ) -> Callable[[], bool]:
         """Send what `complete` asks. What is returned waits for the answer: whether that says that the attempt is over.
 
-        Without patience: an outage is raised here, and is no there; `complete` is to be called then.
+        Without patience: an outage while it is sent is raised, one while it is awaited is told as "no". Call `complete`
+        then.
         """
         read = self.store.ask_complete(task_id, attempt.attempt, attempt.devices, outcome, proc, result)
 
@@ -194,13 +195,8 @@ class Attempts:
 
     def hang_up(self) -> None:
         """Leave an answer unread that may still come on the one connection: the next question is asked on another."""
-        if self._connection is not None:
-            self._connection.disconnect()
-
-    @property
-    def _connection(self) -> Any:
-        """The one connection; None where there are several, or none yet."""
-        return self.store.client.connection if self._alone and "store" in vars(self) else None
+        if "store" in vars(self):
+            self.store.drop_connection()
 
 
 def place_again_with_more(

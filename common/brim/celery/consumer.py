@@ -61,25 +61,25 @@ def prepare(tasks: Iterable[Any], attempts: Attempts, arrivals: Arrivals) -> Non
 def strategy(arrivals: Arrivals, inner: Any, task: Task, app: Celery, consumer: Any, **options: Any) -> Any:
     """The task's own strategy, with the start claim behind it; a message that brim has not made is let go.
 
-    Whenever a task has come or is over, an executor that is idle begins with what the pool has.
+    When a task has come or, where nothing is acknowledged, is over, an idle executor begins with what the pool has.
     """
     handle = instantiate(inner, task, app, consumer, **options)
 
-    def over(*_: Any) -> None:
+    def begin_next(*_: Any) -> None:
         begin_waiting(consumer)
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **more: Any) -> Any:
         if consumer.task_consumer.no_ack:
-            ack, reject = over, _nothing
+            ack, reject = begin_next, _nothing
         attempt = attempt_of(message.headers)
         try:
             if attempt is None:
                 # Its memory is unknown here: whoever sent it past placement, intake knows what to do with it.
                 log.warning("task %s[%s] came past placement: sent on to intake", task.name, message.headers["id"])
                 forward(message)
-            elif arrivals.come(message, attempt):
+            elif arrivals.accept(message, attempt):
                 handled = handle(message, body, ack, reject, callbacks, **more)
-                begin_waiting(consumer)
+                begin_next()
                 return handled
             return ack(log, consumer.connection_errors)
         finally:
@@ -366,7 +366,7 @@ class BrimStep(bootsteps.StartStopStep):
     def _answer(self, consumer: Any, message: Any, attempt: AttemptHeader, error: Exception) -> bool:
         """Fail a task that could not even be begun; not if its attempt is not the live one."""
         task_id, task = message.headers["id"], message.headers["task"]
-        if not self._arrivals.come(message, attempt):
+        if not self._arrivals.accept(message, attempt):
             return False
         self._arrivals.claim()
         if self.attempts.finish(task_id, attempt, MAIN_PROCESS) is not ClaimAnswer.GRANTED:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from billiard.einfo import ExceptionInfo
-from billiard.exceptions import SoftTimeLimitExceeded
 from billiard.pool import EX_OK, EX_RECYCLE
 from celery import Celery, Task, signals
 from celery.app.task import Context
@@ -31,9 +29,10 @@ from brim.core.model import Reason, State
 from brim.gpu import frameworks
 from brim.gpu.probe import NodeFault, Probe, Sample, open_probe
 from brim.gpu.process import proc_id
-from brim.store.types import Bound, ClaimAnswer, EndAnswer, Outcome, OutOfMemoryAnswer
+from brim.store.types import Bound, ClaimAnswer, Outcome, OutOfMemoryAnswer
 
 from .attempts import Attempts, refusal
+from .endings import Endings, undisturbed
 from .envelope import HEADER, INTAKE_QUEUE, AttemptHeader
 from .errors import TaskOutOfMemory
 from .results import Kept, Results
@@ -252,7 +251,7 @@ class Executor:
     def _end(self, execution: Execution, kept: Kept | None, info: TraceInfo | None) -> None:
         """End the attempt by what the trace function made of it, unless somebody else does or may not at all.
 
-        Raises `Ignore` if its finish claim was left to now and is refused.
+        Raises `Ignore` if its finish claim was left to now, and that this is refused is heard here: see `Endings`.
         """
         if execution.refused:
             return
@@ -288,97 +287,10 @@ class Executor:
         return max(0, max(leftover_mib) - frameworks.pool().held_mib)
 
 
-class Endings:
-    """Tells the ends of this process's attempts, one at a time, and awaits answers beside what it does next.
-
-    An end with which claim and result go is sent, and a thread awaits the answer while the worker's main process is
-    already told that this one is free: hardly ever is it another than that the attempt has ended. Where it is, or none
-    comes, the thread tells the whole end again. Nothing else may be asked before `wait` has returned (ADR 0012).
-    """
-
-    def __init__(self) -> None:
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="brim-end")
-        self._pending: Future[None] = self._beside.submit(_nothing)  # no time limit strikes while the thread starts
-
-    def wait(self) -> None:
-        """Until what has been handed to the thread is done."""
-        undisturbed(self._pending.result)
-
-    def tell(self, execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
-        """The end of an attempt: see `tell_end`; a refusal that is heard later is logged only."""
-        if kept is not None and execution.unclaimed and not kept.apart and execution.attempts.asks_ahead:
-            try:
-                is_over = execution.attempts.ask_complete(
-                    execution.task_id, execution.attempt, execution.proc, outcome, kept.result
-                )
-                self._pending = self._beside.submit(_hear, is_over, execution, outcome, kept)
-                return
-            except Exception:  # a soft time limit, wherever it has struck, or an outage
-                pass
-            undisturbed(lambda: self._take_back(execution))
-        tell_at_last(execution, outcome, kept)
-
-    def _take_back(self, execution: Execution) -> None:
-        """What may have been sent, and handed to the thread or not: it is done with, and its answer comes no more."""
-        self._beside.submit(_nothing).result()
-        execution.attempts.hang_up()
-
-
-def _nothing() -> None:
-    """When this is done, so is what the thread was given before."""
-
-
-def _hear(is_over: Callable[[], bool], execution: Execution, outcome: Outcome, kept: Kept) -> None:
-    if not is_over():
-        with suppress(Ignore):
-            tell_at_last(execution, outcome, kept)
-
-
-def tell_at_last(execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
-    """`tell_end`, however often it is interrupted; this process exits if it cannot."""
-    try:
-        undisturbed(lambda: tell_end(execution, outcome, kept))
-    except Ignore:
-        raise
-    except Exception:  # its agent settles the attempt of a process that is gone
-        log.exception("the end of an attempt cannot be told")
-        os._exit(os.EX_SOFTWARE)
-
-
-def undisturbed(call: Callable[[], T]) -> T:
-    """The answer of a call that may be made twice, through a soft time limit: it was meant for the task's function."""
-    while True:
-        try:
-            return call()
-        except SoftTimeLimitExceeded:
-            continue
-
-
 def follows(request: Mapping[str, Any] | Context) -> bool:
     """Whether more than its result may follow from a task's return: other tasks, or receivers of Celery's signals."""
     others = any(request.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
     return others or bool(signals.task_success.receivers or signals.task_postrun.receivers)
-
-
-def tell_end(execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
-    """The end of an attempt, with its result and the finish claim if these have been left to it.
-
-    Raises `Ignore` if that claim is refused. What has interrupted it may have it done again from the beginning.
-    """
-    task_id, attempt = execution.task_id, execution.attempt
-    if kept is not None and execution.unclaimed:
-        if not kept.apart:
-            answer = execution.attempts.complete(task_id, attempt, execution.proc, outcome, kept.result)
-            if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED):
-                return
-            if answer is not EndAnswer.OCCUPIED:
-                execution.refused = True
-                raise Ignore(refusal(attempt, task_id, "publish", answer))
-            kept.set_apart()
-        execution.claim()
-        execution.attempts.patiently(kept.store)
-        execution.unclaimed = False
-    execution.attempts.end(task_id, attempt, outcome)
 
 
 def outcome_of(app: Celery, execution: Execution, info: TraceInfo | None) -> tuple[State, Reason | None]:

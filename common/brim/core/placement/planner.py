@@ -184,8 +184,7 @@ class _Memory:
         self.asked_mib: Floats = np.zeros(0)
         """[L] of the lanes."""
         self.nobody: Bools = np.zeros(0, dtype=bool)
-        self.everybody: Bools = np.ones(0, dtype=bool)
-        """[L] to be copied."""
+        """[L] all False; never changed in place."""
         self.reasons: dict[str, Reason] = {}
         """Why the head of each lane waits, as it was told last; those that were told the longest ago first."""
         self.asleep: Bools = np.zeros(0, dtype=bool)
@@ -225,7 +224,7 @@ class _Memory:
         self.ram_mib = np.array([known.lane.demand.ram_mib for known in self.of_place], dtype=np.int64)
         self.asked_mib = np.array([known.asked_mib for known in self.of_place], dtype=np.float64)
         self.asleep = np.array([id(known) in asleep for known in self.of_place], dtype=bool)
-        self.nobody, self.everybody = np.zeros_like(self.asleep), np.ones_like(self.asleep)
+        self.nobody = np.zeros_like(self.asleep)
         self._fitting = None, None
 
     def _know(self, lane: Lane) -> None:
@@ -297,7 +296,7 @@ class _Pass:
         """[L] of the heads that there are now."""
         self.asleep: Bools = none
         """[L] lanes that fitted nowhere before something changed since the last plan."""
-        self.coming: Bools = memory.everybody.copy()
+        self.coming: Bools = ~none
         """[L] lanes whose turn has not come yet."""
         self.turns: Bools = none
         """[L] of these, the ones whose heads may start."""
@@ -332,7 +331,7 @@ class _Pass:
             else:
                 break
         if not self.unspent:
-            memory.asleep = ~self.spent
+            memory.asleep = memory.nobody
             memory.reasons.clear()
         else:
             memory.sleep(self.asleep, [place for place in self.tried if not self.asleep[place]])

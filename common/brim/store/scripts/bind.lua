@@ -1,6 +1,6 @@
 -- Binds an attempt to the executor process that is about to run it; from here on the process holds its memory.
 -- KEYS  1 record  2 story  3 counts  4 availability  5 changed  6 wake  7.. books
--- ARGV  1 attempt  2 proc  3 the boot of the process's worker, whose start claim may be on its way still; '' claims nothing
+-- ARGV  1 attempt  2 proc  3 the boot of its worker, whose start claim may be on its way still; '' claims nothing
 -- Returns  {answer, the estimate's explanation as JSON or ''}
 --   answer  "granted" (also when the same process asks again) | "doomed" (the process is about to be replaced: do
 --           not run; its agent places the attempt again) | "stale" | "unknown" | "cancelled"

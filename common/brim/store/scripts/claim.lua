@@ -1,5 +1,5 @@
--- The start claim: a device's worker has taken an attempt's message from its queue, or has begun it meanwhile (bind.lua).
--- If it wants others that lie there, it gets them by the same step: where the claim cannot be answered, they stay.
+-- The start claim: a device's worker has taken an attempt's message from its queue, and may have begun it (bind.lua). If
+-- it wants others that lie there, it gets them by the same step: where the claim cannot be answered, they stay.
 -- KEYS  1 record  2 story  3 counts  4 the worker's queue, nothing to take none from it
 -- ARGV  1 attempt  2 worker boot  3 largest number of messages to take
 -- Returns  answer, or where there is a queue {answer, message, message, ...}
