@@ -106,7 +106,7 @@ class Admitter:
         learned = self.learned.get(profile.name)
         read = [call.get(name) for name in profile.vram.uses]
         kinds = [type(value) for value in read]
-        if profile.batch is not None or header is not BrimHeader.parse(None) or not PLAIN.issuperset(kinds):
+        if profile.batch is not None or not header.is_silent or not PLAIN.issuperset(kinds):
             return estimate(profile, header, call, learned)
         key = (profile.name, *kinds, *read)
         known = self.known.get(key)

@@ -186,6 +186,11 @@ class BrimHeader(BaseModel):
         """The header of a producer that wishes nothing, which is nearly every one."""
         return cls()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it was parsed from nothing."""
+        return self is self._silent()
+
     @classmethod
     def parse(cls, raw: object) -> Self:
         """Validate a header's value; raises ``EstimateError`` (``bad_header``) that names each bad field."""

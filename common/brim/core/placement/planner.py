@@ -364,17 +364,15 @@ class _Pass:
             self.tried.append(place)
             return
         passed = self.passed[place] = self.passed.get(place, 0) + 1
-        if passed == len(lane.waiting):
-            self.spent[place] = True
+        if passed < len(lane.waiting):
+            self.scores[place] = lane.waiting[passed].score
+        else:
+            self.spent[place], self.coming[place] = True, False
             self.unspent -= 1
             if not self.unspent:
                 return
         self.coming &= self.scores >= score
         self.coming[:place] &= self.scores[:place] > score
-        if passed < len(lane.waiting):
-            self.scores[place] = lane.waiting[passed].score
-        else:
-            self.coming[place] = False
         if self._free() > free:
             self.vain[:] = False
         self._wake()
