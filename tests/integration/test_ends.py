@@ -305,7 +305,7 @@ def test_messages_stay_where_they_are_while_the_server_has_no_room_for_the_claim
 
 @pytest.mark.parametrize(
     "steps",
-    [["send_command"], ["ask_complete"], ["submit"], ["submit", "_take_back"], ["ask_complete", "tell_end"]],
+    [["send_command"], ["ask_complete"], ["_hand_over"], ["_hand_over", "_take_back"], ["ask_complete", "tell_end"]],
     ids=",".join,
 )
 def test_a_soft_time_limit_takes_no_end_away_that_is_heard_later(
@@ -316,7 +316,7 @@ def test_a_soft_time_limit_takes_no_end_away_that_is_heard_later(
     owners = {
         "send_command": office.attempts.store.client.connection,
         "ask_complete": Attempts,
-        "submit": executor._endings._beside,
+        "_hand_over": Endings,
         "_take_back": Endings,
         "tell_end": endings_module,
     }
@@ -347,7 +347,7 @@ def test_a_soft_time_limit_takes_no_end_away_that_is_heard_later(
     office.run(executor, following)
     executor.exiting(exitcode=0)
 
-    assert seen[:2] == (["heard", "hung up"] if "submit" in steps else ["hung up"])
+    assert seen[:2] == (["heard", "hung up"] if "_hand_over" in steps else ["hung up"])
     for each in (execution, following):
         office.has_ended(each)
 
@@ -445,3 +445,17 @@ def test_a_process_that_cannot_tell_an_end_exits(office: Office, monkeypatch: py
     executor.exiting(exitcode=0)
 
     assert exits == [os.EX_SOFTWARE]
+
+
+def test_after_an_outage_an_executor_asks_on_another_connection(office: Office) -> None:
+    """A server that takes no writes any more may have been replaced behind its address."""
+    client, connections = office.attempts.store.client, list[int]()
+
+    def ask() -> None:
+        connections.append(client.client_id())
+        if len(connections) == 1:
+            raise redis.ReadOnlyError("You can't write against a read only replica.")
+
+    office.attempts.patiently(ask)
+
+    assert len(set(connections)) == 2

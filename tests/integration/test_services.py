@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -22,7 +23,7 @@ from brim.core.attributes import TaskSignature
 from brim.core.model import AttemptView, Node, Reason, State
 from brim.core.profiles import ResourceTable
 from brim.settings import Settings
-from brim.store import FencedError
+from brim.store import FencedError, Store
 from brim.store.types import DeviceRegistration, NodeRegistration, Outcome, Peeked
 from brim_services.admission import NO_SIGNATURE
 from brim_services.answerer import Answerer
@@ -579,3 +580,19 @@ def test_peaks_of_a_task_without_a_profile_are_learned(pipeline: Pipeline) -> No
 
     [standing] = standings(ResourceTable(), pipeline.store.calibrations(), stand_ins(pipeline.store))
     assert (standing.profile.name, standing.in_table, standing.lessons[0].samples) == ("t.run", False, 1)
+
+
+@pytest.mark.parametrize("service", [Intake, PlacementService])
+def test_after_an_outage_a_service_asks_on_another_connection(pipeline: Pipeline, service: type[Any]) -> None:
+    """A server that takes no writes any more may have been replaced behind its address."""
+    store, settings = Store.of(pipeline.settings, single=True), pipeline.settings
+    others: dict[type[Any], tuple[Any, ...]] = {
+        Intake: (pipeline.intake.table, pipeline.stop),
+        PlacementService: (make_planner(settings), pipeline.answerer),
+    }
+    before = store.client.client_id()
+
+    service(store, settings, *others[service]).lost_touch()
+
+    assert store.client.client_id() != before
+    store.client.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_what_has_come_is_begun_before_it_is_claimed_and_brings_the_rest_along()
 
 
 def test_the_start_claim_comes_first_where_the_worker_answers_itself() -> None:
-    """And what it brings along is dealt with all the same."""
+    """What lies in the queue stays there then: it is not known when this message has been dealt with."""
     plant = Plant(raw_of("second", "1-2"))
     first = raw_of("first", "1-1")
     attempt = attempt_of(first["headers"])
@@ -72,9 +73,21 @@ def test_the_start_claim_comes_first_where_the_worker_answers_itself() -> None:
     plant.arrivals.claim()
     assert plant.claims == [["first"]]
     plant.arrivals.settle()
+    assert plant.begun == []
 
-    assert plant.begun == ["second"]
-    assert plant.claims == [["first"], ["second"]]
+    plant.arrive(raw_of("next", "1-3"))
+    assert plant.begun == ["next", "second"]
+    assert plant.claims == [["first"], ["next"], ["second"]]
+
+
+def test_a_claim_that_an_outage_strikes_is_made_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant = Plant()
+    monkeypatch.setattr(plant, "claim_and_take", Mock(side_effect=ConnectionError("away")))
+    with pytest.raises(ConnectionError, match="away"):
+        plant.arrive(raw_of("first", "1-1"))
+    monkeypatch.undo()
+    plant.arrive(raw_of("second", "1-2"))
+    assert plant.claims == [["first", "second"]]
 
 
 def test_a_refused_claim_keeps_nobody_elses_message(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,17 +50,18 @@ class Arrivals:
             self._channel = message.channel
         return genuine
 
-    def claim(self) -> None:
-        """The start claims of what has come; with them, what else lies in the queue is taken."""
-        if not self._unclaimed:
+    def claim(self, *, take: bool = False) -> None:
+        """The start claims of what has come; with them, what else lies in the queue may be taken."""
+        unclaimed = list(self._unclaimed)
+        if not unclaimed:
             return
-        unclaimed, self._unclaimed = self._unclaimed, []
         pairs = [(task_id, attempt.attempt) for task_id, attempt in unclaimed]
-        if self._alone and not self._delivering:
+        if take:
             answers, raw = self._attempts.claim_and_take(pairs, key_of(self._channel, self._queue), MOST_AT_ONCE)
             self._taken += decoded(raw, self._queue)
         else:
             answers = self._attempts.claim_all(pairs)
+        del self._unclaimed[: len(unclaimed)]
         for (task_id, attempt), answer in zip(unclaimed, answers, strict=True):
             if answer is not ClaimAnswer.GRANTED:
                 refusal(attempt, task_id, "start", answer)
@@ -69,7 +70,7 @@ class Arrivals:
         """Claim what has come, and have the consumer deal with the messages that are taken with that."""
         if self._delivering:
             return
-        self.claim()
+        self.claim(take=self._alone)
         if not self._taken:
             return
         self._delivering = True

@@ -191,11 +191,12 @@ class Attempts:
                     raise
                 if not pause_s:
                     log.warning("Redis is away, trying again: %s", error)
+                self.hang_up()  # who answers that it takes no writes may have been replaced
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
 
     def hang_up(self) -> None:
         """Leave an answer unread that may still come on the one connection: the next question is asked on another."""
-        if "store" in vars(self):
+        if self._alone and "store" in vars(self):
             self.store.drop_connection()
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -28,21 +30,48 @@ log = get_logger("brim.worker")
 T = TypeVar("T")
 
 
+class _Job:
+    """Something that the thread is to do, and whether it is done."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = False
+        self._doing = Lock()
+        self._doing.acquire()
+
+    def do(self) -> None:
+        try:
+            self._call()
+        finally:
+            self._done = True
+            self._doing.release()
+
+    def wait(self) -> None:
+        """Until it is done; may be interrupted, and be called again."""
+        while not self._done:
+            self._doing.acquire()
+
+
 class Endings:
     """Tells the ends of this process's attempts, one at a time, and awaits answers beside what it does next.
 
     An end with which claim and result go is sent, and a thread awaits the answer while the worker's main process is
     already told that this one is free: hardly ever is it another than that the attempt has ended. Where it is, or none
     comes, the thread tells the whole end again. Nothing else may be asked before `wait` has returned (ADR 0012).
+
+    A soft time limit may interrupt the main thread anywhere in Python code. So it shares nothing with the other thread
+    that is locked and released there, as executors and conditions of the standard library are.
     """
 
     def __init__(self) -> None:
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="brim-end")
-        self._pending: Future[None] = self._beside.submit(_nothing)  # no time limit strikes while the thread starts
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._pending = _Job(_nothing)
+        self._jobs.put(self._pending)
+        Thread(target=self._work, name="brim-end", daemon=True).start()
 
     def wait(self) -> None:
         """Until what has been handed to the thread is done."""
-        undisturbed(self._pending.result)
+        undisturbed(self._pending.wait)
 
     def tell(self, execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
         """The end of an attempt: see `tell_end`; a refusal that is heard later is logged only."""
@@ -51,17 +80,26 @@ class Endings:
                 is_over = execution.attempts.ask_complete(
                     execution.task_id, execution.attempt, execution.proc, outcome, kept.result
                 )
-                self._pending = self._beside.submit(_hear, is_over, execution, outcome, kept)
+                self._hand_over(partial(_hear, is_over, execution, outcome, kept))
                 return
             except Exception:  # a soft time limit, wherever it has struck, or an outage
                 pass
             undisturbed(lambda: self._take_back(execution))
         tell_at_last(execution, outcome, kept)
 
+    def _hand_over(self, call: Callable[[], None]) -> None:
+        job = self._pending = _Job(call)
+        self._jobs.put(job)
+
     def _take_back(self, execution: Execution) -> None:
         """What may have been sent, and handed to the thread or not: it is done with, and its answer comes no more."""
-        self._beside.submit(_nothing).result()
+        self._hand_over(_nothing)
+        self._pending.wait()
         execution.attempts.hang_up()
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get().do()
 
 
 def _nothing() -> None:
