@@ -99,7 +99,7 @@ class Attempts:
         answer = self.patiently(
             lambda: self.store.complete(task_id, attempt.attempt, attempt.devices, outcome, proc, result)
         )
-        self._agent.changed(attempt.attempt if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED) else "")
+        self._agent.changed(attempt.attempt if answer.is_over else "")
         return answer
 
     @property
@@ -123,7 +123,7 @@ class Attempts:
             except Exception:
                 self.hang_up()
                 return False
-            if answer not in (EndAnswer.ENDED, EndAnswer.PROMOTED):
+            if not answer.is_over:
                 return False
             self._agent.changed(attempt.attempt)
             return True

@@ -141,7 +141,7 @@ def tell_end(execution: Execution, outcome: Outcome, kept: Kept | None) -> None:
     if kept is not None and execution.unclaimed:
         if not kept.apart:
             answer = execution.attempts.complete(task_id, attempt, execution.proc, outcome, kept.result)
-            if answer in (EndAnswer.ENDED, EndAnswer.PROMOTED):
+            if answer.is_over:
                 return
             if answer is not EndAnswer.OCCUPIED:
                 execution.refused = True

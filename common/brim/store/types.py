@@ -64,6 +64,11 @@ class EndAnswer(StrEnum):
     OCCUPIED = "occupied"
     """Its result was to be stored with its end, but there is one already."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the attempt has ended by this."""
+        return self in (EndAnswer.ENDED, EndAnswer.PROMOTED)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:

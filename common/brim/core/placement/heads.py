@@ -14,7 +14,7 @@ from brim.core.model import Demand
 from brim.core.placement.outlook import Floats
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class Waiting:
     """One task in overflow; the lower its ``score`` (priority, then age), the earlier its turn.
 
@@ -26,7 +26,7 @@ class Waiting:
     admitted_s: Final[float]
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class Lane:
     """Waiting tasks with one name and one demand, by score; ``waiting`` may be only the lane's front.
 

@@ -61,7 +61,7 @@ class PlannerSettings:
         return 1 if nodes <= SMALL_CLUSTER else max(2, round(PROMISED_SHARE * nodes))
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class Placement:
     """One task and the devices of one node that it goes to; ``behind`` busy executors or at once.
 
